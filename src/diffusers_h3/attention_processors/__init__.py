@@ -1,0 +1,1 @@
+"""Attention processors, and the attention backend behind one of them, for Diffusers' transformers."""

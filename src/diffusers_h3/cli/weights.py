@@ -1,0 +1,128 @@
+"""From what the user names to a folder a pipeline loads, the same way for every command."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..overlays import Overlay, OverlayError, UnpinnedRevisionError, load_overlay
+from .console import UsageError, messages, option_names
+
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..pipelines.pipeline_vdn_h3 import VDNH3Pipeline
+
+_INDEX_FILE = "model_index.json"
+_PIPELINE_CLASS = "VDNH3Pipeline"
+
+
+@dataclass(frozen=True)
+class Access:
+    """How repositories are reached, and where downloads and finished folders go; the same for every part."""
+
+    cache_dir: Path | None = None
+    local_files_only: bool = False
+
+
+def find_overlay(source: str, revision: str | None, allow_unpinned: bool, access: Access) -> Overlay:
+    """Read an overlay's description; no weights are downloaded.
+
+    Raises:
+        UsageError: If `source` is no overlay on this machine and no repository, or the revision is not a commit.
+        OverlayError: If a repository cannot be read.
+    """
+    try:
+        return load_overlay(
+            source,
+            revision,
+            allow_unpinned=allow_unpinned,
+            cache_dir=access.cache_dir,
+            local_files_only=access.local_files_only,
+        )
+    except OverlayError as error:
+        # Only a repository can fail for reasons that are not in the argument.
+        if Path(source).exists() or "/" not in source or isinstance(error, UnpinnedRevisionError):
+            raise UsageError(option_names(str(error))) from error
+        raise
+
+
+def make_folder(overlay: Overlay, access: Access, components: tuple[str, ...] | None = None) -> Path:
+    """Say what the weights' licence is and materialise the overlay."""
+    _print_license(overlay.manifest.license_note)
+    from ..overlays import materialize_overlay
+
+    return materialize_overlay(
+        overlay, cache_dir=access.cache_dir, components=components, local_files_only=access.local_files_only
+    )
+
+
+def _print_license(note: str) -> None:
+    messages.print(note, style="yellow", markup=False)
+
+
+def materialized_folders(cache_dir: Path | None) -> list[tuple[Path, dict[str, Any]]]:
+    """Return every folder made of an overlay below `cache_dir`, with its record."""
+    from ..overlays import ManifestError, default_cache_dir
+    from ..overlays.record import RECORD_FILE, read_record
+
+    found = []
+    for path in sorted((cache_dir or default_cache_dir()).glob(f"*/{RECORD_FILE}")):
+        try:
+            found.append((path.parent, read_record(path.parent)))
+        except ManifestError as error:
+            messages.print(f"Leaving out {path.parent}: {error}", markup=False)
+    return found
+
+
+def open_folder(folder: Path) -> int | None:
+    """Say what the licence of a pipeline folder's weights is, if it was made of an overlay, and read its contract.
+
+    Returns:
+        `int`, *optional*: The transformer calls the weights were made for; None if any number will do.
+
+    Raises:
+        UsageError: If the folder holds another pipeline.
+    """
+    try:
+        index = json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{folder / _INDEX_FILE} is not valid JSON: {error}.") from error
+    if index.get("_class_name") != _PIPELINE_CLASS:
+        raise UsageError(f"{folder} holds a {index.get('_class_name')}, and this command runs {_PIPELINE_CLASS} only.")
+    from ..overlays.record import RECORD_FILE, read_record
+
+    if (folder / RECORD_FILE).is_file():
+        _print_license(read_record(folder)["manifest"]["license_note"])
+    return index.get("num_inference_steps")
+
+
+def is_pipeline_folder(source: str) -> bool:
+    """Return whether `source` is a folder that `materialize` or `save_pretrained` wrote."""
+    return (Path(source) / _INDEX_FILE).is_file()
+
+
+def load_pipeline(folder: Path, device: "torch.device", dtype: str, offload: str) -> "VDNH3Pipeline":
+    """Load a pipeline folder and place it on `device`.
+
+    Args:
+        folder (`Path`): A pipeline folder.
+        device (`torch.device`): Where it runs.
+        dtype (`str`): A dtype's name, or `"auto"`: float32 on the CPU, bfloat16 elsewhere.
+        offload (`str`): `"none"`, `"model"` or `"group"`.
+    """
+    import torch
+
+    from ..pipelines.pipeline_vdn_h3 import VDNH3Pipeline
+
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    pipeline = VDNH3Pipeline.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+    if offload == "model":
+        pipeline.enable_model_cpu_offload(device=device)
+    elif offload == "group":
+        pipeline.enable_group_offload(onload_device=device, offload_type="block_level", num_blocks_per_group=1)
+    else:
+        pipeline.to(device)
+    return pipeline

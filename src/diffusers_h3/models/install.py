@@ -1,0 +1,146 @@
+"""Turn a MiniMax-H3 transformer into the hybrid one, in place."""
+
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from diffusers import MiniMaxH3Transformer3DModel
+
+from ..attention_processors.hybrid import HybridAttnProcessor
+from ..hybrid.branch import SoftmaxGate, VideoDeltaAttention
+from ..hybrid.config import HybridAttentionConfig
+from ..hybrid.layout import SequenceLayout
+
+
+# Parameters the release computes with in float32 whatever the model's dtype: exponentials of them decay the state.
+FLOAT32_PARAMETERS = ("A_log", "dt_bias")
+
+_BRANCH_MODULES = ("linear_attention", "softmax_gate", "to_out_linear")
+_FORWARD_SIGNATURE = inspect.signature(MiniMaxH3Transformer3DModel.forward)
+
+
+def apply_hybrid_attention(
+    transformer: MiniMaxH3Transformer3DModel,
+    config: HybridAttentionConfig | dict[str, Any],
+    state_dict: dict[str, torch.Tensor] | None = None,
+) -> MiniMaxH3Transformer3DModel:
+    """Attach the linear branch to every block, set `HybridAttnProcessor` and hook the row layout.
+
+    Args:
+        transformer (`MiniMaxH3Transformer3DModel`): The stock transformer, changed in place.
+        config (`HybridAttentionConfig` or `dict`): The layer's configuration, or a version 2 transform.
+        state_dict (`dict[str, torch.Tensor]`, *optional*): The branch's weights under the release's names
+            (`transformer_blocks.N.attn.…`). Without it the branch starts at its defaults: identity convolutions and
+            a zero output projection, so the layer computes the gated window alone.
+
+    Returns:
+        `MiniMaxH3Transformer3DModel`: The same `transformer`.
+
+    Raises:
+        ValueError: Where the transformer already is hybrid or runs in parallel, where `linear_head_dim` is not its
+            head dimension, and where the weights do not fit; the transformer is unchanged then.
+    """
+    if not isinstance(config, HybridAttentionConfig):
+        config = HybridAttentionConfig.from_dict(config)
+    blocks = transformer.transformer_blocks
+    if any(hasattr(block.attn, name) for block in blocks for name in _BRANCH_MODULES):
+        raise ValueError("This transformer already has hybrid attention.")
+    if transformer._parallel_config is not None:
+        raise ValueError(
+            "Hybrid attention does not run under context parallelism, which is already enabled on this transformer."
+        )
+    head_dim = transformer.config.attention_head_dim
+    if config.linear_head_dim != head_dim:
+        raise ValueError(
+            f"`linear_head_dim` must equal the transformer's head dimension {head_dim}, got {config.linear_head_dim}."
+        )
+
+    hidden_size = transformer.config.hidden_size
+    branches = []
+    for block in blocks:
+        weight = block.attn.to_out[0].weight
+        modules = {
+            "linear_attention": VideoDeltaAttention(hidden_size, block.attn.heads, config),
+            "to_out_linear": torch.nn.Linear(block.attn.inner_dim, hidden_size, bias=False),
+        }
+        if config.enable_softmax_gate:
+            modules["softmax_gate"] = SoftmaxGate(hidden_size, block.attn.heads)
+        torch.nn.init.zeros_(modules["to_out_linear"].weight)
+        branch = torch.nn.ModuleDict(modules).to(weight.device, weight.dtype)
+        for name, parameter in branch.named_parameters():
+            if name.rpartition(".")[2] in FLOAT32_PARAMETERS:
+                parameter.data = parameter.data.float()
+        branches.append(branch)
+    if state_dict is not None:
+        _load_branches(branches, state_dict)
+
+    for block, branch in zip(blocks, branches, strict=True):
+        for name, module in branch.items():
+            block.attn.add_module(name, module)
+        block.attn.sequence_layout = None
+    transformer.set_attn_processor(HybridAttnProcessor())
+    transformer._keep_in_fp32_modules = [
+        *(name for name in transformer._keep_in_fp32_modules if name not in FLOAT32_PARAMETERS),
+        *FLOAT32_PARAMETERS,
+    ]
+    transformer.register_forward_pre_hook(_SetSequenceLayout(), with_kwargs=True)
+    return transformer
+
+
+class _SetSequenceLayout:
+    """Forward pre-hook: derive the layout from the model's inputs and hand it to the model's own layers.
+
+    It runs before any hook that shards the inputs. The layout of the last inputs is kept while those tensors live
+    unchanged, so a denoising loop, which passes the same ones at every step, reads them on the host once.
+    """
+
+    def __init__(self):
+        self._sources: list[tuple[weakref.ref, int]] = []
+        self._layout: SequenceLayout | None = None
+
+    def __reduce__(self):
+        # What is remembered belongs to tensors of this process; a copy of the model starts afresh.
+        return type(self), ()
+
+    @torch.compiler.disable
+    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        inputs = _FORWARD_SIGNATURE.bind_partial(module, *args, **kwargs).arguments
+        tensors = [inputs.get(name) for name in ("position_ids", "video_indices", "text_indices")]
+        if any(tensor is None for tensor in tensors):
+            return  # the forward pass itself names the missing argument
+        if not self._remembers(tensors):
+            self._layout = SequenceLayout.from_indices(*tensors)
+            # Inference tensors do not count their changes, so they are read anew every time.
+            counted = not any(tensor.is_inference() for tensor in tensors)
+            self._sources = [(weakref.ref(tensor), tensor._version) for tensor in tensors] if counted else []
+        for block in module.transformer_blocks:
+            block.attn.sequence_layout = self._layout
+
+    def _remembers(self, tensors: list[torch.Tensor]) -> bool:
+        return bool(self._sources) and all(
+            source() is tensor and version == tensor._version
+            for (source, version), tensor in zip(self._sources, tensors, strict=True)
+        )
+
+
+def _load_branches(branches: list[torch.nn.Module], state_dict: dict[str, torch.Tensor]) -> None:
+    """Load the weights of all blocks after checking every name and shape."""
+    prefixes = [f"transformer_blocks.{index}.attn." for index in range(len(branches))]
+    expected = {
+        prefix + name: parameter.shape
+        for prefix, branch in zip(prefixes, branches, strict=True)
+        for name, parameter in branch.state_dict().items()
+    }
+    problems = [f"missing {name}" for name in expected.keys() - state_dict.keys()]
+    problems += [f"unexpected {name}" for name in state_dict.keys() - expected.keys()]
+    problems += [
+        f"{name} of shape {tuple(state_dict[name].shape)} instead of {tuple(shape)}"
+        for name, shape in expected.items()
+        if name in state_dict and state_dict[name].shape != shape
+    ]
+    if problems:
+        shown = ", ".join(sorted(problems)[:4])
+        raise ValueError(f"The linear branch's weights do not fit: {shown} ({len(problems)} differences in all).")
+    for prefix, branch in zip(prefixes, branches, strict=True):
+        branch.load_state_dict({name: state_dict[prefix + name] for name in branch.state_dict()})

@@ -1,0 +1,1 @@
+"""Operators of the hybrid layer, one folder each; `reference.py` is the specification: torch only, differentiable."""

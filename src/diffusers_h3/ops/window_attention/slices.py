@@ -1,0 +1,66 @@
+"""Split the groups of a window into contiguous slices of keys and the keys all groups share."""
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from .reference import RowRange
+
+
+class SlicedWindow(NamedTuple):
+    """A window without gathered copies of the keys.
+
+    Attributes:
+        dense (`tuple[RowRange, ...]`): Query rows that see every row.
+        shared (`tuple[RowRange, ...]`): Keys that all other rows see.
+        queries (`tuple[RowRange, ...]`): The other query rows, one range per slice.
+        slices (`tuple[RowRange, ...]`): The contiguous keys each of them sees beside the shared ones; may be empty.
+    """
+
+    dense: tuple[RowRange, ...]
+    shared: tuple[RowRange, ...]
+    queries: tuple[RowRange, ...]
+    slices: tuple[RowRange, ...]
+
+
+@lru_cache(maxsize=32)
+def slice_groups(groups: tuple[tuple[tuple[RowRange, ...], tuple[RowRange, ...]], ...]) -> SlicedWindow:
+    """Derive the sliced form of a window's groups.
+
+    Args:
+        groups (`tuple`): ``(query ranges, key ranges)`` pairs, both sorted and disjoint.
+
+    Raises:
+        ValueError: Where a group's own keys are not contiguous, or the groups do not cover the rows exactly once.
+    """
+    covered = sorted(rows for queries, _ in groups for rows in queries)
+    seq_len = covered[-1][1]
+    if covered[0][0] != 0 or any(before[1] != after[0] for before, after in pairwise(covered)):
+        raise ValueError(f"The query ranges {covered} do not cover the rows exactly once.")
+    everything = ((0, seq_len),)
+    dense = tuple(rows for queries, keys in groups if keys == everything for rows in queries)
+    windows = [(queries, keys) for queries, keys in groups if keys != everything]
+    shared = windows[0][1] if windows else ()
+    for _, keys in windows[1:]:
+        shared = _intersect(shared, keys)
+    query_ranges, slices = [], []
+    for queries, keys in windows:
+        own = _subtract(keys, shared)
+        if len(own) > 1:
+            raise ValueError(f"The keys {keys} beside the shared ones {shared} are not contiguous.")
+        for rows in queries:
+            query_ranges.append(rows)
+            slices.append(own[0] if own else (0, 0))
+    return SlicedWindow(dense, shared, tuple(query_ranges), tuple(slices))
+
+
+def _intersect(left: tuple[RowRange, ...], right: tuple[RowRange, ...]) -> tuple[RowRange, ...]:
+    ranges = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
+    return tuple((start, stop) for start, stop in ranges if start < stop)
+
+
+def _subtract(ranges: tuple[RowRange, ...], removed: tuple[RowRange, ...]) -> tuple[RowRange, ...]:
+    for start, stop in removed:
+        cut = ((a, min(b, start), max(a, stop), b) for a, b in ranges)
+        ranges = tuple(part for a, b, c, d in cut for part in ((a, b), (c, d)) if part[0] < part[1])
+    return ranges

@@ -1,0 +1,1 @@
+"""Pipelines: text and keyframes in, video with sound out."""

@@ -1,0 +1,98 @@
+"""Fixtures every test directory shares: the tiny release, its components and the pipeline diffusers makes of them."""
+
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+# Read when the libraries are imported. The user's Hugging Face home, its cache and token, is nobody's test data.
+_HOME = tempfile.TemporaryDirectory(prefix="diffusers-h3-tests-")
+os.environ["HF_HOME"] = _HOME.name
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+    os.environ.pop(name, None)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores; each with a pool over all of them is slower than one thread each.
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Start every test from the same random numbers, whatever ran before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_release(tmp_path_factory):
+    """The embedded release as a directory, built once per worker. Read only: copy it to change it."""
+    from diffusers_h3.demo.release import build_release
+
+    return build_release(tmp_path_factory.mktemp("tiny") / "release")
+
+
+@pytest.fixture(scope="session")
+def load_components():
+    """A function loading a release's base components, float32, the transformer being diffusers' own."""
+    import torch
+    from diffusers import (
+        AutoencoderKLMiniMaxH3,
+        AutoencoderKLMiniMaxH3Audio,
+        MiniMaxH3Scheduler,
+        MiniMaxH3Transformer3DModel,
+    )
+    from transformers import Qwen2TokenizerFast, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+
+    def load(release):
+        base = release / "h3-base"
+        return {
+            "transformer": MiniMaxH3Transformer3DModel.from_pretrained(base / "transformer"),
+            "vae": AutoencoderKLMiniMaxH3.from_pretrained(base / "vae"),
+            "audio_vae": AutoencoderKLMiniMaxH3Audio.from_pretrained(base / "audio_vae"),
+            "text_encoder": Qwen3VLForConditionalGeneration.from_pretrained(
+                base / "text_encoder", dtype=torch.float32
+            ),
+            "tokenizer": Qwen2TokenizerFast.from_pretrained(base / "tokenizer"),
+            "processor": Qwen3VLProcessor.from_pretrained(base / "processor"),
+            "scheduler": MiniMaxH3Scheduler.from_pretrained(base / "scheduler"),
+            "audio_scheduler": MiniMaxH3Scheduler.from_pretrained(base / "audio_scheduler"),
+        }
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def tiny_components(tiny_release, load_components):
+    """The tiny release's components by name. Shared: a test that changes one loads its own with `load_components`."""
+    return load_components(tiny_release)
+
+
+@pytest.fixture(scope="session")
+def modular_pipeline():
+    """A function making diffusers' `MiniMaxH3ModularPipeline` of a dictionary of components."""
+    from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3Blocks
+
+    def make(components):
+        pipeline = MiniMaxH3Blocks().init_pipeline()
+        pipeline.update_components(**components)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def hub_server_class():
+    """The class `HubServer` of `helpers/hub_server.py`, a stand-in for the Hub on the loopback interface."""
+    path = Path(__file__).parent / "helpers" / "hub_server.py"
+    specification = importlib.util.spec_from_file_location("hub_server", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module.HubServer
