@@ -64,7 +64,6 @@ def measure(arguments, name, num_frames):
         return time.perf_counter() - started, video, audio
 
     row["first_call_s"] = round(call()[0], 1)
-    call()
     repeats = arguments.repeats
     samples = [call() for _ in range(repeats)]
     row["s_per_call"] = round(sorted(sample[0] for sample in samples)[repeats // 2], 3)

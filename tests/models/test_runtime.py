@@ -118,15 +118,6 @@ def test_compiled_blocks(compiled, make_model, make_request, predict):
     assert counts[3] == counts[2]
 
 
-@pytest.mark.slow
-def test_compiled_blocks_take_any_number_of_prompt_lengths(compiled, make_request, predict):
-    """Dynamo stops at `recompile_limit` graphs of one function: lengths must not cost one each."""
-    model, _ = compiled
-    with torch._dynamo.config.patch(recompile_limit=3):
-        for text in (4, 7, 11, 13, 15):
-            assert predict(model, make_request(text=text, num_frames=9)).isfinite().all()
-
-
 @pytest.fixture
 def two_ranks(monkeypatch):
     """A process group in which this process is rank 0 of 2 and no other exists: enough to shard, not to attend."""

@@ -11,9 +11,9 @@ from functools import cache
 import torch
 
 
-# Tiles that keep several stages of operands in flight need the shared memory of a data-centre card (A100: 164 KB,
-# H100 and B200: 228 KB); consumer cards offer 100 KB.
-LARGE_SHARED_MEMORY = 160 * 1024
+# Tiles that keep several stages of operands in flight need up to 176 KiB of shared memory: H100 and B200 have 228, an
+# A100 has 164 and consumer cards 100.
+LARGE_SHARED_MEMORY = 176 * 1024
 
 # Read once: both are constants to a traced graph, and Triton itself reads the variable when a kernel is defined.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None

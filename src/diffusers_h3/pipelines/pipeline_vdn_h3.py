@@ -29,6 +29,7 @@ from transformers import Qwen2TokenizerFast, Qwen3VLForConditionalGeneration, Qw
 from . import request
 from .blocks import VDNH3Components, VDNH3CoreDenoiseStep, VDNH3KeyframesCoreDenoiseStep
 from .lora import VDNH3LoraLoaderMixin
+from .memory import check_memory
 from .pipeline_output import VDNH3PipelineOutput
 from .source import resolve_source
 
@@ -252,7 +253,8 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
             `sampling_rate`. With `output_type="latent"` the two hold the latents.
 
         Raises:
-            ValueError: If the request is not one the weights can serve; checked before any model runs.
+            ValueError: If the request is not one the weights can serve, or its activations cannot fit on the GPU;
+                checked before any model runs.
         """
         if references is not None:
             raise ValueError(
@@ -272,6 +274,7 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
         steps = request.resolve_num_inference_steps(
             num_inference_steps, self.config.num_inference_steps, force_num_inference_steps
         )
+        check_memory(components, geometry, len(keyframes), prompt_embeds)
 
         self._interrupt = False
         self._num_timesteps = steps

@@ -8,19 +8,7 @@ from ..precision import accumulation_dtype
 def frame_statistics(
     key: torch.Tensor, value: torch.Tensor, beta: torch.Tensor, gram_fp32: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum ``β·k·kᵀ`` and ``β·v·kᵀ`` over the rows of every frame.
-
-    Args:
-        key (`torch.Tensor`): ``[B, F, S, H, D]``.
-        value (`torch.Tensor`): ``[B, F, S, H, Dv]``.
-        beta (`torch.Tensor`): ``[B, F, S, H]``, the write strength of every row.
-        gram_fp32 (`bool`): Form the Gram matrix from float32 products. It is inverted later; `False` forms it from
-            products in the dtype of `key`.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The Gram matrices ``A [B, F, H, D, D]`` and the cross moments
-        ``B [B, F, H, Dv, D]``, both float32 (float64 for float64 inputs).
-    """
+    """Return ``A [B, F, H, D, D]`` and ``B [B, F, H, Dv, D]``; the package's function says what of."""
     dtype = accumulation_dtype(key.dtype)
     # Square roots keep A symmetric to the last bit, which the Cholesky factorisation relies on.
     root = beta.to(dtype).sqrt().unsqueeze(-1)

@@ -18,9 +18,8 @@ from .quantize import quantize_per_head
 __all__ = ["PrefillOptions", "prefill_attention", "prefill_refusal"]
 
 # Where `prefill="auto"` takes cuDNN: the smallest batch at which it was measured faster than one call per item, by
-# compute capability; a card not listed keeps one call per item. None on Hopper: at batch one, fa3 took 8.9 ms and
-# cuDNN 10.8 ms at 32,760 rows × 12 heads, 477 and 582 ms at 104,512 rows × 56 heads (benchmarks/bench_attention.py on
-# an H200, FlashInfer 0.6.13, cuDNN 9.19). That script measures larger batches.
+# compute capability; a card not listed keeps one call per item. None on Hopper: at batches 1, 2 and 4 of 32,760 rows ×
+# 12 heads fa3 took 9.7, 19.0 and 37.2 ms and cuDNN 11.1, 22.1 and 44.5 ms (benchmarks/RESULTS.md, H200, 2026-12-02).
 _CUDNN_FROM_BATCH: dict[tuple[int, int], int | None] = {machine.HOPPER: None}
 
 _DIRECT_DTYPES = (torch.float16, torch.bfloat16)
@@ -70,7 +69,7 @@ def prefill_refusal(
         return (
             f"FlashInfer needs compute capability 8.0 or newer and {query.device} has {capability[0]}.{capability[1]}."
         )
-    if options.fp8 and capability != machine.HOPPER:
+    if options.fp8 and not machine.is_hopper(capability):
         return (
             "`fp8=True` needs FlashInfer's fa3 kernel, which exists for compute capability 9.0 (Hopper) alone; "
             f"{query.device} has {capability[0]}.{capability[1]}."
@@ -87,7 +86,7 @@ def prefill_refusal(
             f"FlashInfer's {kernel} kernel takes head dimensions {', '.join(map(str, head_dims))} and this model has "
             f"{head_dim}: keep Diffusers' own attention for it, or pass `fallback='sdpa'`."
         )
-    if kernel == "fa3" and capability != machine.HOPPER:
+    if kernel == "fa3" and not machine.is_hopper(capability):
         return (
             f"`kernel='fa3'` exists for compute capability 9.0 (Hopper) alone; {query.device} has "
             f"{capability[0]}.{capability[1]}: use 'auto' or 'fa2'."
@@ -239,7 +238,7 @@ def _kernel(
         and machine.has_module("cudnn")
     ):
         return "cudnn"
-    return "fa3" if capability == machine.HOPPER else "fa2"
+    return "fa3" if machine.is_hopper(capability) else "fa2"
 
 
 def _is_default_scale(softmax_scale: float | None, head_dim: int) -> bool:

@@ -22,6 +22,12 @@ def cuda_capability(device_type: str, device_index: int | None) -> tuple[int, in
     return torch.cuda.get_device_capability(device_index)
 
 
+def is_hopper(capability: tuple[int, int]) -> bool:
+    """Whether a card has the kernels that FlashInfer builds for sm_90a alone."""
+    # `==`, in one place: `!=` on tuples does not trace on torch 2.11.
+    return capability == HOPPER
+
+
 def visible_capabilities() -> list[tuple[int, int]]:
     """Return the compute capabilities of all CUDA devices."""
     if torch.version.cuda is None or not torch.cuda.is_available():

@@ -25,18 +25,7 @@ def spatial_conv(features: torch.Tensor, weight: torch.Tensor, grid: tuple[int, 
 def temporal_features(
     features: torch.Tensor, weight: torch.Tensor | None, num_heads: int, normalize: bool, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Convolve over frames (depthwise, zero padded), apply SiLU and, for queries and keys, the L2 norm per head.
-
-    Args:
-        features (`torch.Tensor`): ``[B, F, S, H·D]``.
-        weight (`torch.Tensor`, *optional*): ``[H·D, 1, K]`` with odd ``K``; `None` skips the convolution.
-        num_heads (`int`): ``H``.
-        normalize (`bool`): Whether to divide every head by its L2 norm.
-        eps (`float`): Added to the squared norm.
-
-    Returns:
-        `torch.Tensor`: ``[B, F, S, H, D]`` in the dtype of `features`, computed in float32 (float64 for float64).
-    """
+    """Return the features ``[B, F, S, H, D]``; the package's function says what of."""
     states = features.to(accumulation_dtype(features.dtype))
     if weight is not None:
         weight = weight.to(states.dtype)

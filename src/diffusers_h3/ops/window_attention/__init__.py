@@ -55,10 +55,11 @@ def window_attention(
         raise ValueError(f"The {backend!r} window backend is inference only: use `torch.no_grad()`, or `'sdpa'`.")
     from .sliced import sliced_attention
 
+    window = slice_groups(tuple(groups), query.shape[1])
     scales = None
     dtype = query.dtype
     if fp8:
         from ..prefill.quantize import quantize_per_head
 
         (query, key, value), scales = zip(*(quantize_per_head(rows) for rows in (query, key, value)), strict=True)
-    return sliced_attention(query, key, value, gate, scales, slice_groups(tuple(groups)), backend, dtype)
+    return sliced_attention(query, key, value, gate, scales, window, backend, dtype)

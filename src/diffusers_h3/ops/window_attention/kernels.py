@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from ..prefill.kernels import SINGLE_HEAD_DIMS
-from ..prefill.machine import HOPPER, MINIMUM_CAPABILITY, cuda_capability, has_module, machine_refusal
+from ..prefill.machine import HOPPER, MINIMUM_CAPABILITY, cuda_capability, has_module, is_hopper, machine_refusal
 from ..prefill.notices import inform_once
 from ..prefill.options import PrefillOptions
 
@@ -29,7 +29,7 @@ def _flashinfer(query, key, value, scales: Scales, dtype: torch.dtype):
         key,
         value,
         kv_layout="NHD",
-        backend="fa3" if capability == HOPPER else "fa2",
+        backend="fa3" if is_hopper(capability) else "fa2",
         return_lse=True,
         **arguments,
     )

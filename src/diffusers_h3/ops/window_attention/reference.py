@@ -29,15 +29,19 @@ def gathered_attention(
     Raises:
         ValueError: Where the groups do not cover every row exactly once.
     """
-    covered = sorted(rows for queries, _ in groups for rows in queries)
-    if [start for start, _ in covered] + [query.shape[1]] != [0] + [stop for _, stop in covered]:
-        raise ValueError(f"The query ranges {covered} do not cover {query.shape[1]} rows exactly once.")
-
+    check_cover(groups, query.shape[1])
     output = torch.empty_like(query)
     for queries, keys in groups:
         attended = attention(gather_rows(query, queries), gather_rows(key, keys), gather_rows(value, keys))
         scatter_rows(output, queries, attended)
     return output
+
+
+def check_cover(groups: Sequence[tuple[Sequence[RowRange], Sequence[RowRange]]], seq_len: int) -> None:
+    """Raise a `ValueError` unless every row is a query of exactly one group."""
+    covered = sorted(rows for queries, _ in groups for rows in queries)
+    if [start for start, _ in covered] + [seq_len] != [0] + [stop for _, stop in covered]:
+        raise ValueError(f"The query ranges {covered} do not cover {seq_len} rows exactly once.")
 
 
 def gather_rows(rows: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:

@@ -1,10 +1,9 @@
 """Split the groups of a window into contiguous slices of keys and the keys all groups share."""
 
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
-from .reference import RowRange
+from .reference import RowRange, check_cover
 
 
 class SlicedWindow(NamedTuple):
@@ -24,25 +23,21 @@ class SlicedWindow(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def slice_groups(groups: tuple[tuple[tuple[RowRange, ...], tuple[RowRange, ...]], ...]) -> SlicedWindow:
+def slice_groups(groups: tuple[tuple[tuple[RowRange, ...], tuple[RowRange, ...]], ...], seq_len: int) -> SlicedWindow:
     """Derive the sliced form of a window's groups.
 
     Args:
         groups (`tuple`): ``(query ranges, key ranges)`` pairs, both sorted and disjoint.
+        seq_len (`int`): Rows of the sequence.
 
     Raises:
         ValueError: Where a group's own keys are not contiguous, or the groups do not cover the rows exactly once.
     """
-    covered = sorted(rows for queries, _ in groups for rows in queries)
-    seq_len = covered[-1][1]
-    if covered[0][0] != 0 or any(before[1] != after[0] for before, after in pairwise(covered)):
-        raise ValueError(f"The query ranges {covered} do not cover the rows exactly once.")
+    check_cover(groups, seq_len)
     everything = ((0, seq_len),)
     dense = tuple(rows for queries, keys in groups if keys == everything for rows in queries)
     windows = [(queries, keys) for queries, keys in groups if keys != everything]
-    shared = windows[0][1] if windows else ()
-    for _, keys in windows[1:]:
-        shared = _intersect(shared, keys)
+    shared = _shared_keys([keys for _, keys in windows])
     query_ranges, slices = [], []
     for queries, keys in windows:
         own = _subtract(keys, shared)
@@ -52,6 +47,19 @@ def slice_groups(groups: tuple[tuple[tuple[RowRange, ...], tuple[RowRange, ...]]
             query_ranges.append(rows)
             slices.append(own[0] if own else (0, 0))
     return SlicedWindow(dense, shared, tuple(query_ranges), tuple(slices))
+
+
+def _shared_keys(key_sets: list[tuple[RowRange, ...]]) -> tuple[RowRange, ...]:
+    """Return the keys of every set, less the ranges that would cut one set's own keys in two."""
+    shared = key_sets[0] if key_sets else ()
+    for keys in key_sets[1:]:
+        shared = _intersect(shared, keys)
+    while True:
+        own_keys = [_subtract(keys, shared) for keys in key_sets]
+        inside = [rows for rows in shared if any(own and own[0][0] < rows[0] < own[-1][0] for own in own_keys)]
+        if not inside:
+            return shared
+        shared = _subtract(shared, tuple(inside))
 
 
 def _intersect(left: tuple[RowRange, ...], right: tuple[RowRange, ...]) -> tuple[RowRange, ...]:

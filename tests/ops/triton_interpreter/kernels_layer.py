@@ -1,0 +1,49 @@
+"""The golden layers through the processor with every kernel in its place, window included."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Attention
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from diffusers_h3 import HybridAttentionConfig, HybridAttnProcessor, SequenceLayout
+from diffusers_h3.hybrid.branch import SoftmaxGate, VideoDeltaAttention
+
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+STATISTICS = {"_frame_statistics_kernel", "_temporal_features_kernel", "_delta_factors_kernel"}
+BRANCH = STATISTICS | {"_scan_kernel", "_bridge_states_kernel", "_readout_kernel"}
+LAYERS = {
+    "released": BRANCH | {"_merge_two_kernel"},
+    "anchors_none_short_text": BRANCH | {"_merge_two_kernel"},
+    "frame_window_vdn_scaled": BRANCH | {"_merge_two_kernel"},
+    "full_cover": set(),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer(name, launches):
+    path = GOLDEN / f"layer_{name}.safetensors"
+    with safe_open(path, "pt") as file:
+        case = json.loads(file.metadata()["case"])
+    tensors = load_file(path)
+    config = HybridAttentionConfig.from_dict(case["transform"])
+    attn = MiniMaxH3Attention(
+        case["hidden_size"], case["heads"], case["head_dim"], processor=HybridAttnProcessor(backend="torch_flash")
+    )
+    attn.linear_attention = VideoDeltaAttention(case["hidden_size"], case["heads"], config)
+    attn.softmax_gate = SoftmaxGate(case["hidden_size"], case["heads"])
+    attn.to_out_linear = torch.nn.Linear(attn.inner_dim, case["hidden_size"], bias=False)
+    weights = {
+        key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(("attn.", "branch."))
+    }
+    attn.load_state_dict(weights)
+    attn.sequence_layout = SequenceLayout(**{**case["layout"], "grid": tuple(case["layout"]["grid"])})
+
+    output = attn(tensors["hidden_states"].unsqueeze(0), (tensors["cos"], tensors["sin"]))
+    assert set(launches) == LAYERS[name]
+    assert (output[0] - tensors["output"]).norm() <= 5e-6 * tensors["output"].norm()
