@@ -153,6 +153,7 @@ def test_public_names_are_listed_once_and_in_order():
         "VDNH3PipelineOutput",
         "VDNH3Transformer3DModel",
         "apply_hybrid_attention",
+        "fp8_quantization_config",
         "load_overlay",
         "materialize_overlay",
     }

@@ -20,6 +20,7 @@ _PUBLIC_NAMES = {
     "VDNH3PipelineOutput": "pipelines.pipeline_output",
     "VDNH3Transformer3DModel": "models.transformer_vdn_h3",
     "apply_hybrid_attention": "models.install",
+    "fp8_quantization_config": "models.quantization",
     "load_overlay": "overlays",
     "materialize_overlay": "overlays",
 }
@@ -35,6 +36,7 @@ __all__ = [
     "VDNH3Transformer3DModel",
     "__version__",
     "apply_hybrid_attention",
+    "fp8_quantization_config",
     "load_overlay",
     "materialize_overlay",
 ]
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from .hybrid.config import HybridAttentionConfig
     from .hybrid.layout import SequenceLayout
     from .models.install import apply_hybrid_attention
+    from .models.quantization import fp8_quantization_config
     from .models.transformer_vdn_h3 import VDNH3Transformer3DModel
     from .overlays import Overlay, load_overlay, materialize_overlay
     from .pipelines.pipeline_output import VDNH3PipelineOutput

@@ -167,3 +167,15 @@ def test_a_stock_model_is_never_dense_by_accident(tiny_arguments, make_request):
     model.set_attn_processor(HybridAttnProcessor())
     with torch.no_grad(), pytest.raises(ValueError, match="no linear branch, and only the token refiner runs dense"):
         model(**make_request(text=6))
+
+
+def test_fp8_attention_is_never_dropped_for_another_backend(make_model, make_request):
+    """`set_attention_backend` selects `"sdpa"`, which has no fp8."""
+    model = make_model()
+    model.set_attn_processor(HybridAttnProcessor(fp8=True))
+    model.set_attention_backend("native")
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="fp8 attention runs on the 'flashinfer' window backend only"),
+    ):
+        model(**make_request(text=6))

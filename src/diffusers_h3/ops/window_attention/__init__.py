@@ -45,8 +45,10 @@ def window_attention(
 
     Raises:
         ValueError: Where the groups do not cover every row exactly once, and where a kernel backend that was named
-            cannot run here.
+            cannot run here, or not in fp8.
     """
+    if fp8 and backend == "sdpa":
+        raise ValueError("fp8 attention runs on the 'flashinfer' window backend only, not on 'sdpa'.")
     needs_grad = torch.is_grad_enabled() and any(rows.requires_grad for rows in (query, key, value))
     if backend == "sdpa" or (backend == "auto" and not fp8 and (needs_grad or not query.is_cuda)):
         output = gathered_attention(query, key, value, groups, attention)
