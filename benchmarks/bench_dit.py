@@ -72,14 +72,8 @@ def measure(arguments, name, num_frames):
     if device == "cuda":
         row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
         if arguments.profile:
-            profile(results_holder := _Profile(), name, lambda: model(**inputs))
-            row["profile"] = results_holder.results[f"{name}.profile"]
+            row["profile"] = profile(lambda: model(**inputs))
     return row
-
-
-class _Profile:
-    def __init__(self):
-        self.results = {}
 
 
 def main():

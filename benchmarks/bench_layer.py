@@ -230,7 +230,9 @@ def main():
                 bench.record(f"{name}.difference_to_bf16_eager", relative(actual, eager))
                 bench.time(name, lambda compiled=compiled: compiled(hidden, temb, adaln, rotary), repeats=3)
                 if bench.cuda:
-                    profile(bench, name, lambda compiled=compiled: compiled(hidden, temb, adaln, rotary))
+                    bench.results[f"{name}.profile"] = profile(
+                        lambda compiled=compiled: compiled(hidden, temb, adaln, rotary)
+                    )
 
     for name in arguments.sections.split(","):
         if name != "ops":
@@ -240,7 +242,8 @@ def main():
         bench.record("peak.gb", round(torch.cuda.max_memory_allocated() / 1e9, 2))
 
 
-def profile(bench, name, function, rows=28):
+def profile(function, rows=28):
+    """Print and return ``[kernel, launches, milliseconds]`` of the kernels one call spends most in."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -249,8 +252,8 @@ def profile(bench, name, function, rows=28):
         torch.cuda.synchronize()
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
     table = [[event.key[:90], event.count, round(event.self_device_time_total / 1e3, 3)] for event in events[:rows]]
-    bench.results[f"{name}.profile"] = table
     print("\n".join(f"  {ms:9.3f} ms {count:4d}× {key}" for key, count, ms in table), flush=True)
+    return table
 
 
 if __name__ == "__main__":
