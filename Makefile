@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test docs notebooks lint format clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,13 @@ demo: $(STAMP)  ## Set up, then make a short video with sound from the embedded 
 
 test: $(STAMP)  ## Set up, then run the tests.
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+docs: $(STAMP)  ## Set up, then build the documentation into outputs/site.
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebooks: $(STAMP)  ## Set up, then execute the notebooks.
+	$(BIN)/python scripts/docs/notebooks.py
 
 lint: $(STAMP)  ## Check style and formatting.
 	$(BIN)/ruff check .

@@ -135,7 +135,7 @@ def environment(device: torch.device) -> dict:
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}
-    for package in ("torch", "diffusers", "flashinfer-python", "nvidia-cudnn-frontend"):
+    for package in ("torch", "triton", "diffusers", "torchao", "flashinfer-python", "nvidia-cudnn-frontend"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

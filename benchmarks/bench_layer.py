@@ -7,12 +7,16 @@ small model (any device), to test the script.
 """
 
 import argparse
+import contextlib
+import copy
 import json
 import pathlib
 import time
 import traceback
+from unittest import mock
 
 import torch
+from bench_dit import profile_kernels
 from full_size import TINY_HYBRID, random_transformer, request_inputs
 
 from diffusers_h3.attention_processors.hybrid import HybridAttnProcessor
@@ -23,6 +27,10 @@ from diffusers_h3.ops.frame_statistics import reference as statistics_reference
 from diffusers_h3.ops.linear_state import reference as state_reference
 from diffusers_h3.ops.short_conv import reference as conv_reference
 from diffusers_h3.ops.window_attention import window_attention
+
+
+# Rows, columns and warps of the convolution's tile that are tried beside the chosen one.
+CONV_TILES = ((4, 2, 4), (4, 2, 8), (2, 4, 4), (3, 3, 4), (3, 3, 8), (3, 2, 4), (2, 2, 4), (4, 2, 2))
 
 
 class Bench:
@@ -83,7 +91,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="outputs/layer")
     parser.add_argument("--frames", type=int, default=345)
-    parser.add_argument("--sections", default="ops,window,block")
+    parser.add_argument("--sections", default="ops,window,error,block")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     bench = Bench(arguments)
@@ -103,25 +111,38 @@ def main():
         return torch.randn(shape, generator=generator, device=bench.device, dtype=dtype)
 
     def ops():
-        plan = plan_branch(config, layout)
+        plan = plan_branch(config, layout.num_frames)
         F, S = plan.num_frames, layout.rows_per_frame
         x = randn(1, F, S, heads * dim)
         spatial = randn(heads * dim, 1, 5, 5) / 5
-        weight = randn(heads * dim, 1, 5) / 2
-        bench.time("spatial_conv", lambda: short_conv.spatial_conv(x, spatial, layout.grid))
+        temporal = randn(heads * dim, 1, 5) / 2
         sample = slice(0, 2 * dim)
-        for label, w, normalize in (("k", weight, True), ("v", weight, False), ("q", None, True)):
-            y = short_conv.temporal_features(x, w, heads, normalize)
-            expected = conv_reference.temporal_features(
-                x[..., sample].double(), None if w is None else w[sample].double(), 2, normalize
-            )
-            bench.record(f"temporal_features.{label}.error", relative(y[..., :2, :], expected))
-            bench.time(
-                f"temporal_features.{label}",
-                lambda w=w, normalize=normalize: short_conv.temporal_features(x, w, heads, normalize),
-            )
-        k = short_conv.temporal_features(x, weight, heads, True)
-        v = short_conv.temporal_features(randn(1, F, S, heads * dim), weight, heads, False)
+        taps = (spatial[sample].double(), temporal[sample].double())
+        for label, normalize in (("k", True), ("v", False)):
+
+            def features(normalize=normalize):
+                return short_conv.convolved_features(x, spatial, temporal, layout.grid, heads, normalize)
+
+            expected = conv_reference.convolved_features(x[..., sample].double(), *taps, layout.grid, 2, normalize)
+            if bench.cuda:
+                from diffusers_h3.ops.short_conv import triton as conv_kernels
+
+                chosen = conv_kernels.TILES[normalize]
+                for tile in CONV_TILES:
+                    conv_kernels.TILES[normalize] = conv_kernels.Tile(*tile)
+                    bench.time(f"convolved_features.{label}.{'x'.join(map(str, tile))}", features)
+                conv_kernels.TILES[normalize] = chosen
+            bench.record(f"convolved_features.{label}.error", relative(features()[..., :2, :], expected))
+            bench.time(f"convolved_features.{label}", features)
+        del expected
+        q = short_conv.pointwise_features(x, heads, True)
+        expected = conv_reference.pointwise_features(x[..., sample].double(), 2, True)
+        bench.record("pointwise_features.q.error", relative(q[..., :2, :], expected))
+        bench.time("pointwise_features.q", lambda: short_conv.pointwise_features(x, heads, True))
+        k = short_conv.convolved_features(x, spatial, temporal, layout.grid, heads, True)
+        other = randn(1, F, S, heads * dim)
+        v = short_conv.convolved_features(other, spatial, temporal, layout.grid, heads, False)
+        del other
         beta = torch.sigmoid(randn(1, F, S, heads))
         gram, cross = frame_statistics.frame_statistics(k, v, beta)
         expected = statistics_reference.frame_statistics(
@@ -149,7 +170,6 @@ def main():
                         log_alpha[:, :, :2].double())  # fmt: skip
         bench.record("linear_states.error", relative(actual[:, :, :2], wanted))
         bench.time("linear_states", lambda: states(transition, update, initial, log_alpha))
-        q = short_conv.temporal_features(x, None, heads, True)
         gate, weight = randn(1, F, S, heads * dim), randn(dim) / 4 + 1
         y = linear_state.readout(actual, q, gate, weight, 1e-6)
         expected = state_reference.readout(
@@ -165,11 +185,13 @@ def main():
     def window():
         q, k, v = (randn(1, layout.seq_len, heads, dim) for _ in range(3))
         gate = randn(1, layout.seq_len, heads)
-        groups = plan_window(config, layout)
+        groups = plan_window(config, layout.num_frames)
         rows = torch.randint(layout.seq_len, (64,), generator=generator, device=bench.device).cpu().tolist()
         expected = []
         for row in rows:
-            keys = next(keys for queries, keys in groups if any(a <= row < b for a, b in queries))
+            frame = -1 if row < layout.video_start else (row - layout.video_start) // layout.rows_per_frame
+            keys = next(keys for queries, keys in groups if any(a <= frame < b for a, b in queries))
+            keys = [layout.rows(*frames) for frames in keys]
             key, value = (torch.cat([t[0, a:b] for a, b in keys]).double() for t in (k, v))
             logits = torch.einsum("hd,khd->hk", q[0, row].double(), key) * dim**-0.5
             expected.append(
@@ -186,7 +208,7 @@ def main():
             name = f"window.{backend}{'.fp8' if fp8 else ''}"
 
             def run(backend=backend, fp8=fp8):
-                return window_attention(q, k, v, groups, sdpa, gate, backend, fp8)
+                return window_attention(q, k, v, groups, sdpa, gate, backend, fp8, layout.rows)
 
             def check(name=name, run=run):
                 started = time.time()
@@ -197,13 +219,39 @@ def main():
 
             bench.section(name, check)
 
+    def error():
+        """The attention layer in bf16, by its kernels and by the eager references, against float32 references."""
+        attn = model.transformer_blocks[0].attn
+        hidden = randn(1, layout.seq_len, model.config.hidden_size)
+        rotary = (*model.rope.forward(inputs["position_ids"]), layout)
+        attn.set_processor(HybridAttnProcessor())
+        kernels = attn(hidden, rotary)
+        assert kernels.isfinite().all()
+        attn.set_processor(HybridAttnProcessor(backend="sdpa"))
+        modules = (short_conv, frame_statistics, delta_rule, linear_state)
+        with contextlib.ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(mock.patch.object(module, "use_triton", return_value=False))
+            eager = attn(hidden, rotary)
+            if bench.cuda:
+                torch.cuda.empty_cache()
+            expected = copy.deepcopy(attn).float()(hidden.float(), rotary)
+        bench.record("layer.bf16.kernels.error", relative(kernels, expected))
+        bench.record("layer.bf16.eager.error", relative(eager, expected))
+        video = slice(*layout.rows(1, layout.num_frames - 1))
+        bench.record("layer.bf16.kernels.worst_frame.error", max(
+            relative(one, other) for one, other in zip(
+                kernels[0, video].split(layout.rows_per_frame), expected[0, video].split(layout.rows_per_frame),
+                strict=True,
+            )
+        ))  # fmt: skip
+
     def block():
         block = model.transformer_blocks[0]
         hidden = randn(1, layout.seq_len, model.config.hidden_size)
         temb = randn(2, model.config.time_embed_dim, dtype=torch.float32)
         adaln = inputs["timestep_indices"] * 3 + inputs["token_tags"]
-        rotary = model.rope(inputs["position_ids"])
-        block.attn.sequence_layout = layout
+        rotary = (*model.rope.forward(inputs["position_ids"]), layout)
         processors = {"auto": HybridAttnProcessor(), "auto.fp8": HybridAttnProcessor(fp8=True)}
         eager = None
         for precision in ("bf16", "fp8"):
@@ -212,7 +260,6 @@ def main():
                     return
                 quantized = random_transformer(True, True, bench.device, num_layers=1, **tiny)
                 block = quantized.transformer_blocks[0]
-                block.attn.sequence_layout = layout
             for label, processor in processors.items():
                 if label == "auto.fp8" and (precision == "bf16" or not bench.cuda):
                     continue
@@ -230,30 +277,15 @@ def main():
                 bench.record(f"{name}.difference_to_bf16_eager", relative(actual, eager))
                 bench.time(name, lambda compiled=compiled: compiled(hidden, temb, adaln, rotary), repeats=3)
                 if bench.cuda:
-                    bench.results[f"{name}.profile"] = profile(
-                        lambda compiled=compiled: compiled(hidden, temb, adaln, rotary)
-                    )
+                    bench.results[f"{name}.profile"] = profile_kernels(
+                        lambda compiled=compiled: compiled(hidden, temb, adaln, rotary), bench.device
+                    )[:28]
 
     for name in arguments.sections.split(","):
-        if name != "ops":
-            torch.use_deterministic_algorithms(name == "window", warn_only=True)
-        bench.section(name, {"ops": ops, "window": window, "block": block}[name])
+        torch.use_deterministic_algorithms(name != "block", warn_only=True)
+        bench.section(name, {"ops": ops, "window": window, "error": error, "block": block}[name])
     if bench.cuda:
         bench.record("peak.gb", round(torch.cuda.max_memory_allocated() / 1e9, 2))
-
-
-def profile(function, rows=28):
-    """Print and return ``[kernel, launches, milliseconds]`` of the kernels one call spends most in."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
-
-    with torch_profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        function()
-        torch.cuda.synchronize()
-    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    table = [[event.key[:90], event.count, round(event.self_device_time_total / 1e3, 3)] for event in events[:rows]]
-    print("\n".join(f"  {ms:9.3f} ms {count:4d}× {key}" for key, count, ms in table), flush=True)
-    return table
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3Prepa
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import audio_latent_num_frames
 
 from diffusers_h3 import HybridAttentionConfig, VDNH3Transformer3DModel
-from diffusers_h3.models.quantization import FP8_LINEARS
+from diffusers_h3.models.quantization import FP8_LINEARS, fp8_quantization_config
 
 
 # A model small enough for any device, to try the scripts with; heads × channels differ from the hidden size.
@@ -29,12 +29,16 @@ TINY_HYBRID = TINY | {"hybrid_attention": HybridAttentionConfig(linear_head_dim=
 def random_transformer(hybrid: bool, fp8: bool, device: str, num_layers: int = 50, **config):
     """Return a transformer with random weights in the released shapes and dtypes.
 
-    Weights are drawn on the device one block at a time and quantised at once, so that the peak stays under the size of
-    the finished model plus one block.
+    Weights are drawn on the device one layer at a time and quantised at once, by the card's own fp8 recipe, so that
+    the peak stays under the size of the finished model plus one layer.
     """
     model_class = VDNH3Transformer3DModel if hybrid else MiniMaxH3Transformer3DModel
     with torch.device("meta"):
         model = model_class(num_layers=num_layers, **config)
+    if fp8:
+        from torchao.quantization import quantize_
+
+        layer_config = fp8_quantization_config().quant_type.fqn_to_config[FP8_LINEARS]
     generator = torch.Generator(device).manual_seed(0)
     float32 = model._keep_in_fp32_modules
     for name, module in [*model.named_modules()]:
@@ -46,9 +50,7 @@ def random_transformer(hybrid: bool, fp8: bool, device: str, num_layers: int = 5
         for key, buffer in [*module.named_buffers(recurse=False)]:
             setattr(module, key, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
         if fp8 and isinstance(module, torch.nn.Linear) and re.fullmatch(FP8_LINEARS.removeprefix("re:"), name):
-            from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-
-            quantize_(module, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+            quantize_(module, layer_config)
     rope = model.rope
     exponents = torch.arange(0, 2 * rope.rope_freq_dim, 2, dtype=torch.float32, device=device)
     rope.inv_freq = 1.0 / (model.config.rope_theta ** (exponents / (2 * rope.rope_freq_dim)))

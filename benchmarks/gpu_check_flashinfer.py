@@ -380,6 +380,24 @@ def attention_speed(check: Check) -> dict:
     return {"rows": rows, "fa3 against SDPA flash": speedups}
 
 
+def default_kernel(check: Check) -> dict:
+    """Name the kernels that Diffusers' default attention runs on this card, by the profiler."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    rows = 8192 if check.full_size else 64
+    query, key, value = (check.normal(1, rows, 12, 128) for _ in range(3))
+    dispatch_attention_fn(query, key, value)
+    activity = torch.profiler.ProfilerActivity
+    activities = [activity.CUDA if check.device.type == "cuda" else activity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        dispatch_attention_fn(query, key, value)
+        if check.device.type == "cuda":
+            torch.cuda.synchronize(check.device)
+    kernels = [event.key for event in profiler.key_averages()]
+    print(kernels, flush=True)
+    return {"kernels": kernels}
+
+
 def compare_forward(check: Check, run, set_processors, compile_blocks, repeats: int) -> dict:
     """Time a forward pass with the stock processor and with FlashInfer, eager and then compiled."""
     results = {}
@@ -389,9 +407,6 @@ def compare_forward(check: Check, run, set_processors, compile_blocks, repeats: 
             compile_blocks()
         functions = {}
         kinds = {"default": stock, "FlashInfer": None, "FlashInfer fp8": "fp8"}
-        if mode == "compiled":
-            # Each processor is a compilation of its own, half a minute of it.
-            del kinds["FlashInfer fp8"]
         for name, make in kinds.items():
 
             def forward(make=make):
@@ -481,6 +496,7 @@ SECTIONS = [
     tiny_models,
     threads_and_streams,
     public_backend,
+    default_kernel,
     attention_speed,
     wan_speed,
     h3_speed,

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
+from diffusers.hooks import context_parallel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,7 +21,9 @@ from diffusers_h3.attention_processors.flashinfer_backend import register_backen
 
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parallel"))
 
+from cpu_ranks import gather_by_broadcast
 from flashinfer_stand_in import install, pretend_hopper
 from tiny_models import make_inputs, make_model
 
@@ -38,8 +41,10 @@ def result_of(case: str) -> dict:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     kind, switches, mode = case.split("-")
-    inputs = make_inputs(kind)
-    model = make_model(kind, **({"num_attention_heads": 3} if mode in ("heads", "anything") else {}))
+    monkeypatch.setattr(context_parallel, "_all_gather_anything", gather_by_broadcast)
+    odd_rows = {"text": 6} if kind == "h3" else {"frames": 1, "height": 6}
+    inputs = make_inputs(kind, **(odd_rows if mode == "odd" else {}))
+    model = make_model(kind, **({"num_attention_heads": 3} if mode in ("heads", "anything", "odd") else {}))
     expected = run(model, inputs)
 
     recorder = install(monkeypatch)
@@ -47,7 +52,7 @@ def result_of(case: str) -> dict:
     config = ContextParallelConfig(
         ring_degree=ring,
         ulysses_degree=ulysses,
-        ulysses_anything=mode == "anything",
+        ulysses_anything=mode in ("anything", "odd"),
         mesh=init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses")),
     )
     actions = {

@@ -27,9 +27,13 @@ SAME = {
     "wan-processor+parallel+native-even": ([], []),
     "h3-processor+parallel-even": (H3, H3),
     "h3-parallel+processor-even": (H3, H3),
-    # Three heads under `ulysses_anything`: two for the first rank, one for the second. (Gloo cannot gather the uneven
-    # shards of an odd number of rows, so that half is Diffusers' to test.)
+    # Three heads under `ulysses_anything`: two for the first rank, one for the second.
     "h3-parallel+processor-anything": ([[10, 2, 128], [20, 2, 128]], [[10, 1, 128], [20, 1, 128]]),
+    # And odd rows: 21 with 6 of text for MiniMax-H3, 9 for Wan, of which the first rank has 5 in cross-attention.
+    "h3-parallel+processor-odd": ([[12, 2, 128], [21, 2, 128]], [[12, 1, 128], [21, 1, 128]]),
+    "h3-processor+parallel-odd": ([[12, 2, 128], [21, 2, 128]], [[12, 1, 128], [21, 1, 128]]),
+    "wan-parallel+processor-odd": ([[5, 3, 64], [9, 2, 64]], [[4, 3, 64], [9, 1, 64]]),
+    "wan-processor+parallel-odd": ([[5, 3, 64], [9, 2, 64]], [[4, 3, 64], [9, 1, 64]]),
 }
 REFUSED = {
     "wan-processor+parallel-ring": "use `ContextParallelConfig(ulysses_degree=2)`",

@@ -321,7 +321,7 @@ def test_impossible_shapes_raise(stand_in, shapes, match):
 
 
 def test_auto_takes_cudnn_from_the_measured_batch(stand_in, hopper, monkeypatch):
-    monkeypatch.setitem(prefill._CUDNN_FROM_BATCH, (8, 0), 2)
+    monkeypatch.setitem(prefill._CUDNN_MEASURED_FASTER, (8, 0), (2, 512))
     hopper.set_capability((8, 0))
     one, three = random_inputs(1, head_dim=128), random_inputs(3, head_dim=128)
     for inputs in (one, three):
@@ -337,6 +337,14 @@ def test_auto_takes_cudnn_from_the_measured_batch(stand_in, hopper, monkeypatch)
     hopper.modules["cudnn"] = False
     attend(*three)
     assert stand_in.kernels == ["fa2"] * 18
+
+
+def test_auto_takes_cudnn_for_the_text_of_large_batches_on_hopper(stand_in):
+    for batch, num_keys in ((4, 512), (3, 512), (4, 513), (1, 512)):
+        query = torch.randn(batch, 16, 2, 128, dtype=torch.bfloat16)
+        key = torch.randn(batch, num_keys, 2, 128, dtype=torch.bfloat16)
+        assert_close(attend(query, key, key), reference(query, key, key))
+    assert stand_in.kernels == ["cudnn"] + ["fa3"] * 8
 
 
 def test_auto_logs_its_choice_once(stand_in, caplog):

@@ -32,6 +32,7 @@ def test_gpu_check_passes_with_the_stand_in(tmp_path):
         "tiny_models",
         "threads_and_streams",
         "public_backend",
+        "default_kernel",
         "attention_speed",
         "wan_speed",
         "h3_speed",

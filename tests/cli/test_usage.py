@@ -18,6 +18,8 @@ COMMANDS = [
     ("overlays", "show"),
     ("overlays", "verify"),
     ("demo",),
+    ("doctor",),
+    ("plan",),
 ]
 
 

@@ -71,13 +71,16 @@ def _check(operator, arguments, eager=None):
         assert _error(actual, exact) <= limit  # a NaN fails too
 
 
-@pytest.mark.parametrize("convolved", [True, False])
-def test_temporal_features(size, dtype, convolved, draw):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_features(size, dtype, normalize, draw):
     batch, frames, rows, heads, dim = size
     packed = draw(batch, frames, rows, 3 * heads * dim).to(dtype)
     features = packed[..., heads * dim : 2 * heads * dim]
-    weight = draw(heads * dim, 1, 5).to(dtype) if convolved else None
-    _check(short_conv.temporal_features, (features, weight, heads, True), short_conv.reference.temporal_features)
+    taps = draw(heads * dim, 1, 5, 5).to(dtype), draw(heads * dim, 1, 5).to(dtype)
+    columns = next(count for count in (9, 7, 5, 4, 3, 2, 1) if rows % count == 0)
+    arguments = (features, *taps, (rows // columns, columns), heads, normalize)
+    _check(short_conv.convolved_features, arguments, short_conv.reference.convolved_features)
+    _check(short_conv.pointwise_features, (features, heads, normalize), short_conv.reference.pointwise_features)
 
 
 @pytest.mark.parametrize("gram_fp32", [True, False])
@@ -130,17 +133,17 @@ def _attention(query, key, value):
 @pytest.mark.parametrize("backend", KERNELS)
 def test_window_backends(backend, dtype, draw):
     """Against float64, gated, in a batch of two, with odd lengths; no worse than 1.5 times gathered attention."""
-    layout = SequenceLayout(17 + 23 * 15 + 9, 17, 17, 23, (5, 3))
-    groups = plan_window(HybridAttentionConfig(), layout)
+    layout = SequenceLayout(26 + 23 * 15, 17, 26, 23, (5, 3))
+    groups = plan_window(HybridAttentionConfig(), layout.num_frames)
     query, key, value = (draw(2, layout.seq_len, 3, 128).to(dtype) for _ in range(3))
     gate = draw(2, layout.seq_len, 3).to(dtype)
     refusal = kernel_refusal(backend, query)
     if refusal is not None:
         pytest.skip(refusal)
     doubles = (rows.double() for rows in (query, key, value))
-    exact = window_attention(*doubles, groups, _attention, gate.double(), "sdpa")
-    gathered = window_attention(query, key, value, groups, _attention, gate, "sdpa")
-    output = window_attention(query, key, value, groups, _attention, gate, backend)
+    exact = window_attention(*doubles, groups, _attention, gate.double(), "sdpa", rows=layout.rows)
+    gathered = window_attention(query, key, value, groups, _attention, gate, "sdpa", rows=layout.rows)
+    output = window_attention(query, key, value, groups, _attention, gate, backend, rows=layout.rows)
     assert _error(output, exact) <= EAGER_FACTOR * _error(gathered, exact)
 
 

@@ -42,7 +42,6 @@ def _load(name):
             if name.startswith(("attn.", "branch."))
         }
     )
-    attn.sequence_layout = layout
     return attn.eval(), layout, tensors
 
 
@@ -52,14 +51,14 @@ def test_layer(name):
     readouts = []
     attn.linear_attention.register_forward_hook(lambda module, inputs, output: readouts.append(output))
     with torch.no_grad():
-        output = attn(expected["hidden_states"].unsqueeze(0), (expected["cos"], expected["sin"]))
+        output = attn(expected["hidden_states"].unsqueeze(0), (expected["cos"], expected["sin"], layout))
     _assert_close(output[0], expected["output"])
     if name == "full_cover":
         assert readouts == []
         assert "readout" not in expected
         return
     (readout,) = readouts
-    plan = plan_branch(attn.linear_attention.config, layout)
+    plan = plan_branch(attn.linear_attention.config, layout.num_frames)
     start = plan.first_frame * layout.rows_per_frame
     stop = start + plan.num_frames * layout.rows_per_frame
     _assert_close(readout[0], expected["readout"][start:stop])
@@ -70,12 +69,12 @@ def test_layer(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_window(name):
     """With the gate at one and an identity in place of `to_out`, the layer shows its window."""
-    attn, _, expected = _load(name)
+    attn, layout, expected = _load(name)
     torch.nn.init.zeros_(attn.softmax_gate.up.weight)
     torch.nn.init.constant_(attn.softmax_gate.up.bias, 100.0)  # a sigmoid of exactly one
     attn.to_out[0] = torch.nn.Identity()
     attn.to_out_linear = torch.nn.Linear(attn.inner_dim, attn.inner_dim, bias=False)
     torch.nn.init.zeros_(attn.to_out_linear.weight)
     with torch.no_grad():
-        output = attn(expected["hidden_states"].unsqueeze(0), (expected["cos"], expected["sin"]))
+        output = attn(expected["hidden_states"].unsqueeze(0), (expected["cos"], expected["sin"], layout))
     _assert_close(output[0].unflatten(-1, (attn.heads, -1)), expected["window"])

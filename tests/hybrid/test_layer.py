@@ -111,9 +111,8 @@ def compare(make_rows, make_layer, make_inputs, reference_layer, pack):
         outputs = {}
         for dtype in (torch.float64, torch.float32):
             attn, weights = make_layer(config, dtype)
-            attn.sequence_layout = layout
             with torch.no_grad():
-                outputs[dtype] = attn(hidden_states.to(dtype), (cos.to(dtype), sin.to(dtype)))
+                outputs[dtype] = attn(hidden_states.to(dtype), (cos.to(dtype), sin.to(dtype), layout))
         expected = [reference_layer(config, rows, weights, item, cos, sin, attn.heads) for item in hidden_states]
         return outputs, expected
 
@@ -161,18 +160,18 @@ def test_full_cover_is_dense_attention_and_never_calls_the_branch(num_frames, ga
     """Every frame's bounds reach over the clip: one dense attention of all rows, times the gate."""
     config = HybridAttentionConfig(linear_head_dim=8, enable_softmax_gate=gate)
     attn, _ = make_layer(config)
-    attn.sequence_layout = SequenceLayout.from_indices(*pack(num_frames=num_frames))
+    layout = SequenceLayout.from_indices(*pack(num_frames=num_frames))
     called = []
     branch_modules = [*attn.linear_attention.modules(), attn.to_out_linear]
     handles = [module.register_forward_hook(lambda module, *_: called.append(module)) for module in branch_modules]
-    hidden_states, cos, sin = (states.double() for states in make_inputs(attn.sequence_layout.seq_len, 2))
+    hidden_states, cos, sin = (states.double() for states in make_inputs(layout.seq_len, 2))
     with torch.no_grad():
-        output = attn(hidden_states, (cos, sin))
+        output = attn(hidden_states, (cos, sin, layout))
         assert called == []
         # A window of radius 1 covers two chunks of frames at most; the eleventh frame turns the branch on.
-        attn.sequence_layout = SequenceLayout.from_indices(*pack(num_frames=11))
-        longer, cos_longer, sin_longer = (states.double() for states in make_inputs(attn.sequence_layout.seq_len))
-        attn(longer, (cos_longer, sin_longer))
+        layout = SequenceLayout.from_indices(*pack(num_frames=11))
+        longer, cos_longer, sin_longer = (states.double() for states in make_inputs(layout.seq_len))
+        attn(longer, (cos_longer, sin_longer, layout))
         assert set(called) == set(branch_modules)
         for handle in handles:
             handle.remove()
@@ -202,24 +201,23 @@ def test_two_frames_between_anchors_read_nothing(make_layer, make_inputs, pack):
     """Under `both` a two-frame clip leaves the branch no frame, also where the window does not cover it."""
     config = HybridAttentionConfig(linear_head_dim=8, chunk=1, radius=0)
     attn, _ = make_layer(config)
-    attn.sequence_layout = SequenceLayout.from_indices(*pack(num_frames=2))
-    hidden_states, cos, sin = (states.double() for states in make_inputs(attn.sequence_layout.seq_len))
+    layout = SequenceLayout.from_indices(*pack(num_frames=2))
+    hidden_states, cos, sin = (states.double() for states in make_inputs(layout.seq_len))
     attn.linear_attention.register_forward_hook(lambda *_: pytest.fail("the branch has no frame to run over"))
     with torch.no_grad():
-        both = attn(hidden_states, (cos, sin))
+        both = attn(hidden_states, (cos, sin, layout))
         # Rows of anchors see everything and all see anchors: the same as a window over both frames.
         dense, _ = make_layer(HybridAttentionConfig(linear_head_dim=8, chunk=2, radius=0))
-        dense.sequence_layout = attn.sequence_layout
-        torch.testing.assert_close(both, dense(hidden_states, (cos, sin)), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(both, dense(hidden_states, (cos, sin, layout)), rtol=1e-12, atol=1e-12)
 
 
 def test_batch_items_do_not_mix(make_layer, make_inputs, pack):
     attn, _ = make_layer(HybridAttentionConfig(linear_head_dim=8, chunk=1))
-    attn.sequence_layout = SequenceLayout.from_indices(*pack(num_frames=9))
-    hidden_states, cos, sin = (states.double() for states in make_inputs(attn.sequence_layout.seq_len, 3))
+    layout = SequenceLayout.from_indices(*pack(num_frames=9))
+    hidden_states, cos, sin = (states.double() for states in make_inputs(layout.seq_len, 3))
     with torch.no_grad():
-        together = attn(hidden_states, (cos, sin))
-        alone = torch.cat([attn(item.unsqueeze(0), (cos, sin)) for item in hidden_states])
+        together = attn(hidden_states, (cos, sin, layout))
+        alone = torch.cat([attn(item.unsqueeze(0), (cos, sin, layout)) for item in hidden_states])
     torch.testing.assert_close(together, alone, rtol=1e-11, atol=1e-11)
     assert (together[0] - together[1]).norm() > 1.0
 

@@ -37,9 +37,10 @@ def test_full_size_layout(pack):
     layout = SequenceLayout.from_indices(*pack(text=512, num_frames=102, grid=(24, 42), audio=575))
     assert layout == SequenceLayout(104_478, 512, 1662, 102, (24, 42))
     assert layout.rows_per_frame == 1008
-    assert layout.video_stop == 104_478
-    assert layout.global_ranges == ((0, 1662),)
-    assert layout.frame_range(3, 5) == (1662 + 3024, 1662 + 5040)
+    assert layout.rows(3, 5) == (1662 + 3024, 1662 + 5040)
+    assert layout.rows(-1, 0) == (0, 1662)
+    assert layout.rows(-1, 2) == (0, 1662 + 2016)
+    assert layout.rows(-1, 102) == (0, 104_478)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -49,12 +50,6 @@ def test_layout_does_not_depend_on_the_dtype_of_positions(dtype, pack):
     )
     layout = SequenceLayout.from_indices(position_ids.to(dtype), video_indices, text_indices)
     assert layout == SequenceLayout(900 + 42 + 10 + 102 * 42, 900, 952, 102, (6, 7))
-
-
-def test_rows_after_the_video_are_global():
-    layout = SequenceLayout(seq_len=30, text_len=2, video_start=4, num_frames=3, grid=(2, 4))
-    assert layout.video_stop == 28
-    assert layout.global_ranges == ((0, 4), (28, 30))
 
 
 def _grid_positions(start, num_frames, grid):
@@ -126,9 +121,10 @@ def test_a_gap_in_the_video_is_refused():
         ((20, 2, 2, 0, (2, 3)), "at least one frame"),
         ((20, 2, 2, 3, (0, 3)), "at least one frame"),
         ((20, 2, 2, 3, (2, -1)), "at least one frame"),
-        ((19, 2, 2, 3, (2, 3)), "Rows out of order"),
-        ((30, 5, 2, 3, (2, 3)), "Rows out of order"),
-        ((30, -1, 2, 3, (2, 3)), "Rows out of order"),
+        ((21, 2, 2, 3, (2, 3)), "text comes first and the target video last"),
+        ((19, 2, 2, 3, (2, 3)), "text comes first and the target video last"),
+        ((20, 5, 2, 3, (2, 3)), "text comes first and the target video last"),
+        ((20, -1, 2, 3, (2, 3)), "text comes first and the target video last"),
     ],
 )
 def test_impossible_layouts_are_refused(fields, message):
@@ -144,19 +140,19 @@ WINDOWS = [(0, 0), (0, 2), (1, 0), (1, 1), (3, 1), (5, 0), (5, 1), (5, 2)]
 @pytest.mark.parametrize("anchor_frames", ["none", "columns", "rows", "both"])
 @pytest.mark.parametrize(("chunk", "radius"), WINDOWS)
 @pytest.mark.parametrize("num_frames", [1, 2, 3, 4, 5, 6, 11, 23])
-@pytest.mark.parametrize("tail", [0, 2])
-def test_window_plan_is_the_mask(num_frames, chunk, radius, anchor_frames, tail, make_rows, window_mask):
+def test_window_plan_is_the_mask(num_frames, chunk, radius, anchor_frames, make_rows, window_mask):
     config = HybridAttentionConfig(chunk=chunk, radius=radius, anchor_frames=anchor_frames)
-    seq_len = 5 + 2 * num_frames + tail
-    groups = plan_window(config, SequenceLayout(seq_len, 3, 5, num_frames, (1, 2)))
+    seq_len = 5 + 2 * num_frames
+    layout = SequenceLayout(seq_len, 3, 5, num_frames, (1, 2))
+    groups = plan_window(config, num_frames)
     mask = torch.zeros(seq_len, seq_len, dtype=torch.bool)
     asked = torch.zeros(seq_len, dtype=torch.long)
     for queries, keys in groups:
         key_row = torch.zeros(seq_len, dtype=torch.bool)
-        for start, stop in keys:
+        for start, stop in (layout.rows(*frames) for frames in keys):
             assert not key_row[start:stop].any()
             key_row[start:stop] = True
-        for start, stop in queries:
+        for start, stop in (layout.rows(*frames) for frames in queries):
             asked[start:stop] += 1
             mask[start:stop] = key_row
     assert asked.tolist() == [1] * seq_len
@@ -169,23 +165,18 @@ def test_window_plan_is_the_mask(num_frames, chunk, radius, anchor_frames, tail,
 
 def test_full_size_window_plan():
     """345 frames at 1344×768: 21 window groups, 374 thousand gathered key rows, dense rows in a group apart."""
-    start, seq_len = 1662, 104_478
-    layout = SequenceLayout(seq_len, 512, start, 102, (24, 42))
-    dense, *windows = plan_window(HybridAttentionConfig(), layout)
+    layout = SequenceLayout(104_478, 512, 1662, 102, (24, 42))
+    dense, *windows = plan_window(HybridAttentionConfig(), 102)
     assert len(windows) == 21
-    last_frame = (seq_len - 1008, seq_len)
-    assert dense == (((0, start + 1008), last_frame), ((0, seq_len),))
-    assert windows[0] == (((start + 1008, start + 5 * 1008),), ((0, start + 10 * 1008), last_frame))
-    assert windows[1] == (((start + 5 * 1008, start + 10 * 1008),), ((0, start + 15 * 1008), last_frame))
+    assert dense == (((-1, 1), (101, 102)), ((-1, 102),))
+    assert windows[0] == (((1, 5),), ((-1, 10), (101, 102)))
+    assert windows[1] == (((5, 10),), ((-1, 15), (101, 102)))
     # The last chunk holds frames 100 and 101, of which 101 is an anchor.
-    assert windows[-1] == (
-        ((start + 100 * 1008, start + 101 * 1008),),
-        ((0, start + 1008), (start + 95 * 1008, seq_len)),
-    )
-    assert sum(stop - start for group in windows for start, stop in group.queries) == 100 * 1008
-    gathered = sum(stop - start for group in windows for start, stop in group.keys)
+    assert windows[-1] == (((100, 101),), ((-1, 1), (95, 102)))
+    assert sum(stop - start for group in windows for start, stop in group.queries) == 100
+    keys = [layout.rows(*frames) for group in windows for frames in group.keys]
     # Frames the chunks see: 11, 16, then 15 and both anchors for 17 chunks, 13, 8. Each sees the 1,662 global rows.
-    assert gathered == (11 + 16 + 17 * 17 + 13 + 8) * 1008 + 21 * 1662 == 374_598
+    assert sum(stop - start for start, stop in keys) == (11 + 16 + 17 * 17 + 13 + 8) * 1008 + 21 * 1662 == 374_598
 
 
 @pytest.mark.parametrize(
@@ -219,12 +210,12 @@ def test_full_size_window_plan():
     ],
 )
 def test_branch_plan(config, num_frames, expected):
-    plan = plan_branch(HybridAttentionConfig(**config), SequenceLayout(2 + num_frames, 1, 2, num_frames, (1, 1)))
+    plan = plan_branch(HybridAttentionConfig(**config), num_frames)
     assert (plan.first_frame, plan.num_frames, plan.prefix, plan.suffix) == expected
 
 
 def test_a_window_with_one_frame_outside_keeps_the_branch():
     """The branch is off only where every frame's bounds cover the clip, the ends' included."""
     config = HybridAttentionConfig(chunk=0, radius=3, anchor_frames="none")
-    assert plan_branch(config, SequenceLayout(5, 1, 1, 4, (1, 1))).num_frames == 0
-    assert plan_branch(config, SequenceLayout(6, 1, 1, 5, (1, 1))).num_frames == 5
+    assert plan_branch(config, 4).num_frames == 0
+    assert plan_branch(config, 5).num_frames == 5

@@ -12,6 +12,8 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
+from diffusers_h3 import VDNH3Transformer3DModel
+
 
 TARGETS = ["to_q", "to_v", "to_out.0", "beta_proj"]
 
@@ -166,6 +168,209 @@ def test_a_saved_adapter_keeps_its_alpha(make_model, make_request, predict, tmp_
     other.load_lora_adapter(tmp_path / file, prefix=None, adapter_name="mine")
     assert other.peft_config["mine"].lora_alpha == 32
     torch.testing.assert_close(predict(other, request), expected, rtol=1e-5, atol=1e-5)
+
+
+def _lora(model, names, rank=4, seed=0):
+    """A LoRA in the model's own names."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name in names:
+        module = model.get_submodule(name)
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, module.in_features, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(module.out_features, rank, generator=generator)
+    return tensors
+
+
+BLOCK = "transformer_blocks.1"
+BRANCH = [
+    "linear_attention.alpha.down",
+    "linear_attention.alpha.up",
+    "linear_attention.beta_proj",
+    "linear_attention.output_gate.down",
+    "linear_attention.output_gate.up",
+    "softmax_gate.up",
+    "to_out_linear",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [f"{BLOCK}.attn.{name}" for name in BRANCH] + [f"{BLOCK}.ff.net.2", "norm_out.linear"]
+)
+def test_every_linear_of_the_branch_takes_a_lora(name, make_model, make_request, predict):
+    model, request = make_model(), make_request()
+    before = predict(model, request)
+    tensors = _lora(model, [name])
+    model.load_lora_adapter(tensors, prefix=None)
+    beside = predict(model, request)
+    assert (beside - before).norm() > 1e-4 * before.norm()
+    merged = make_model()
+    weights = merged.state_dict()
+    weights[f"{name}.weight"] += tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+    merged.load_state_dict(weights)
+    torch.testing.assert_close(beside, predict(merged, request), rtol=1e-4, atol=1e-4)
+
+
+def _without(tensors, end):
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(end)}
+
+
+# What becomes of a good LoRA, the prefix it is loaded with, and the message.
+TO_Q = f"{BLOCK}.attn.to_q"
+UNFIT = {
+    "unknown module": (
+        lambda lora: lora | {"transformer_blocks.9.attn.to_q.lora_A.weight": torch.ones(2, 24)},
+        None,
+        r"1 modules that it does not have \(transformer_blocks\.9\.attn\.to_q\)",
+    ),
+    "half a pair": (lambda lora: _without(lora, "lora_B.weight"), None, r"1 modules with one half of a pair"),
+    "pruned": (
+        lambda lora: {
+            f"{BLOCK}.adaln_proj.linear.lora_A.weight": torch.ones(2, 8),
+            f"{BLOCK}.adaln_proj.linear.lora_B.weight": torch.ones(5, 2),
+        },
+        None,
+        r"A \[2, 8\], B \[5, 2\].*pruned checkpoint \(AdaLN input 8 instead of 2688\).*adaln_proj\.linear",
+    ),
+    "ranks of A and B": (
+        lambda lora: lora | {f"{TO_Q}.lora_A.weight": torch.ones(3, lora[f"{TO_Q}.lora_A.weight"].shape[1])},
+        None,
+        r"1 modules of another shape",
+    ),
+    "alpha as a tensor": (
+        lambda lora: lora | {f"{TO_Q}.alpha": torch.tensor(2.0)},
+        None,
+        r"no part of a LoRA.*to_q\.alpha",
+    ),
+    "for another model": (
+        lambda lora: {f"unet.{name}": tensor for name, tensor in lora.items()},
+        "transformer",
+        r"holds nothing for VDNH3Transformer3DModel.*'transformer\.'.*unet\.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "prefix", "message"), UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize("form", ["tensors", "file"])
+def test_what_would_be_loaded_in_part_is_refused_in_whole(
+    change, prefix, message, form, make_model, make_request, predict, tmp_path
+):
+    model, request = make_model(), make_request()
+    before = predict(model, request)
+    source = change(_lora(model, [TO_Q]))
+    if form == "file":
+        save_file(source, tmp_path / "lora.safetensors")
+        source = tmp_path / "lora.safetensors"
+    _assert_refused(model, message, source, prefix=prefix)
+    assert torch.equal(predict(model, request), before)
+
+
+def test_fused_projections_and_loras_do_not_lose_each_other(make_model, make_request, predict):
+    """Case of both orders: fused projections run instead of `to_q`, and are made of the weights alone."""
+    model, request = make_model(), make_request()
+    tensors = _lora(model, [f"{BLOCK}.attn.to_q", f"{BLOCK}.attn.to_out.0"])
+    model.fuse_qkv_projections()
+    _assert_refused(model, r"projections that are fused.*`unfuse_qkv_projections`.*to_q", tensors, prefix=None)
+    model.unfuse_qkv_projections()
+    model.load_lora_adapter(tensors, prefix=None)
+    expected = predict(model, request)
+    with pytest.raises(ValueError, match=rf"{BLOCK}\.attn\.to_q: fuse it first"):
+        model.fuse_qkv_projections()
+    assert torch.equal(predict(model, request), expected)
+    model.fuse_lora()
+    model.fuse_qkv_projections()
+    torch.testing.assert_close(predict(model, request), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
+def test_under_group_offload_loras_load_and_are_not_fused(offload_type, make_model, make_request, predict):
+    """New layers are moved like the others: every one has the hook, or is in a group that has it."""
+    model, request = make_model(), make_request()
+    tensors = _lora(model, [f"{BLOCK}.attn.to_q", f"{BLOCK}.attn.to_out_linear"])
+    expected = make_model()
+    expected.load_lora_adapter(tensors, prefix=None)
+    model.enable_group_offload(torch.device("cpu"), offload_type=offload_type, num_blocks_per_group=1)
+    before = predict(model, request)
+    model.load_lora_adapter(tensors, prefix=None, adapter_name="mine")
+    hooks = {
+        name: module._diffusers_hook.get_hook("group_offloading")
+        for name, module in model.named_modules()
+        if hasattr(module, "_diffusers_hook")
+    }
+    moved = set()
+    for hook in hooks.values():
+        if hook is not None:
+            moved.update(map(id, hook.group.parameters))
+            moved.update(id(parameter) for module in hook.group.modules for parameter in module.parameters())
+    assert {name for name, parameter in model.named_parameters() if id(parameter) not in moved} == set()
+    torch.testing.assert_close(predict(model, request), predict(expected, request))
+    for action in (model.fuse_lora, model.unfuse_lora):
+        with pytest.raises(ValueError, match=r"while the transformer is offloaded.*overlay, LoRA.*fp8, offload"):
+            action()
+    model.delete_adapters("mine")
+    assert torch.equal(predict(model, request), before)
+
+
+def test_weights_that_are_elsewhere_are_not_fused_into(make_model):
+    """A sequential offload leaves parameters without data; adding to them would do nothing, silently."""
+    model = make_model()
+    model.load_lora_adapter(_lora(model, [TO_Q]), prefix=None)
+    model.to("meta")
+    with pytest.raises(ValueError, match="while the transformer is offloaded"):
+        model.fuse_lora()
+
+
+@pytest.fixture
+def fp8_model(make_model, monkeypatch, tmp_path):
+    """A model with fp8 linears; torchao asks for a card, which the conversion does not need."""
+    quant_api = pytest.importorskip("torchao.quantization.quant_api")
+    from diffusers import TorchAoConfig
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, FqnToConfig, PerRow
+
+    from diffusers_h3.models.quantization import FP8_LINEARS
+
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
+    rowwise = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+    make_model().save_pretrained(tmp_path / "plain")
+    return VDNH3Transformer3DModel.from_pretrained(
+        tmp_path / "plain",
+        quantization_config=TorchAoConfig(FqnToConfig({FP8_LINEARS: rowwise})),
+        dtype=torch.bfloat16,
+    )
+
+
+def test_a_lora_runs_beside_fp8_weights_and_is_not_fused_into_them(fp8_model):
+    """PEFT would fuse some layers and fail at the first quantised one."""
+    layers = ["attn.linear_attention.beta_proj", "attn.to_q"]
+    tensors = _lora(fp8_model, [f"{BLOCK}.{name}" for name in layers])
+    low, high = (tensors[f"{BLOCK}.attn.to_q.lora_{side}.weight"].bfloat16() for side in "AB")
+    fp8_model.load_lora_adapter({name: t.bfloat16() for name, t in tensors.items()}, prefix=None)
+    layer = fp8_model.get_submodule(f"{BLOCK}.attn.to_q")
+    assert type(layer.get_base_layer().weight.data).__name__ == "Float8Tensor"
+    assert torch.equal(layer.get_delta_weight(layer.active_adapters[0]), high @ low)
+
+    gate = fp8_model.get_submodule(f"{BLOCK}.attn.linear_attention.beta_proj").get_base_layer().weight
+    before = gate.clone()
+    with pytest.raises(ValueError, match=r"quantised weights \(Float8Tensor\).*overlay, LoRA.*fp8, offload"):
+        fp8_model.fuse_lora()
+    assert torch.equal(gate, before)
+
+
+def test_the_order_that_fp8_needs_works(make_model, tmp_path):
+    """LoRA fused and unloaded, saved, loaded again: the plain weights of the sum, ready for `quantization_config`."""
+    model = make_model()
+    names = [f"{BLOCK}.attn.to_q", f"{BLOCK}.attn.linear_attention.beta_proj"]
+    tensors = _lora(model, names)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in names:
+        expected[f"{name}.weight"] += tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+    model.load_lora_adapter(tensors, prefix=None)
+    model.fuse_lora()
+    model.unload_lora()
+    model.save_pretrained(tmp_path)
+    saved = type(model).from_pretrained(tmp_path).state_dict()
+    assert saved.keys() == expected.keys()
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, expected[name])
 
 
 def test_a_missing_file_is_named(make_model, tmp_path):

@@ -54,7 +54,7 @@ class TensorMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_window_gathers_one_group_at_a_time(dtype):
-    groups = plan_window(HybridAttentionConfig(), LAYOUT)
+    groups = plan_window(HybridAttentionConfig(), LAYOUT.num_frames)
     with FakeTensorMode(), torch.no_grad():
         query, key, value = (torch.empty(1, LAYOUT.seq_len, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3))
         with TensorMemory() as memory:
@@ -67,12 +67,13 @@ def test_the_window_gathers_one_group_at_a_time(dtype):
                     query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
                 ).transpose(1, 2),
                 backend="sdpa",
+                rows=LAYOUT.rows,
             )
     assert output.shape == query.shape
     assert memory.largest == LAYOUT.seq_len * INNER
 
     def rows(ranges):
-        return sum(stop - start for start, stop in ranges)
+        return sum(stop - start for start, stop in (LAYOUT.rows(*frames) for frames in ranges))
 
     # A group has its gathered query, key and value, its result with the log-sum-exp, and the result before it.
     itemsize = dtype.itemsize
@@ -92,7 +93,6 @@ def test_a_full_size_layer_makes_no_tensor_over_pairs_of_rows():
     with torch.device("meta"):
         model = VDNH3Transformer3DModel(num_layers=1, num_refiner_layers=1)
     attn = model.transformer_blocks[0].attn.eval()
-    attn.sequence_layout = LAYOUT
     with FakeTensorMode(), torch.no_grad():
         for module in attn.modules():
             for name, parameter in module._parameters.items():
@@ -102,7 +102,7 @@ def test_a_full_size_layer_makes_no_tensor_over_pairs_of_rows():
         hidden_states = torch.empty(1, LAYOUT.seq_len, 5376, dtype=torch.bfloat16)
         rotary = tuple(torch.empty(LAYOUT.seq_len, 96) for _ in range(2))
         with TensorMemory() as memory:
-            output = attn(hidden_states, rotary)
+            output = attn(hidden_states, (*rotary, LAYOUT))
     assert output.shape == hidden_states.shape
     # The temporal convolution pads the branch's 45 frames by two on either side; nothing is larger than that.
     assert memory.largest <= max(LAYOUT.seq_len, (45 + 4) * 1736) * INNER

@@ -113,32 +113,30 @@ def test_a_copy_is_independent(make_model, make_request, predict):
     assert not torch.equal(predict(duplicate, request), expected)
 
 
-def _block_inputs(model, seq_len):
+def _block_inputs(seq_len, *layout):
     hidden_states = torch.randn(1, seq_len, 32)
-    rotary = torch.ones(seq_len, 12), torch.zeros(seq_len, 12)
+    rotary = torch.ones(seq_len, 12), torch.zeros(seq_len, 12), *layout
     return hidden_states, torch.randn(3, 12), torch.zeros(seq_len, dtype=torch.long), rotary
 
 
 def test_a_block_without_a_layout_is_refused(make_model):
     model = make_model()
-    with pytest.raises(ValueError, match="No sequence layout is set"):
-        model.transformer_blocks[0](*_block_inputs(model, 49))
+    with pytest.raises(ValueError, match="No sequence layout came"):
+        model.transformer_blocks[0](*_block_inputs(49))
 
 
 @pytest.mark.parametrize("rows", [48, 50, 24, 98])
-def test_a_block_with_the_layout_of_another_sequence_is_refused(rows, make_model, make_request, predict):
+def test_a_block_with_the_layout_of_another_sequence_is_refused(rows, make_model):
     model = make_model()
-    predict(model, make_request())
     with pytest.raises(ValueError, match=f"describes 49 rows but the layer got {rows}.*context parallelism"):
-        model.transformer_blocks[0](*_block_inputs(model, rows))
+        model.transformer_blocks[0](*_block_inputs(rows, SequenceLayout(49, 3, 7, 7, (2, 3))))
 
 
-def test_a_mask_is_refused(make_model, make_request, predict):
+def test_a_mask_is_refused(make_model):
     model = make_model()
-    predict(model, make_request())
     mask = torch.ones(1, 49, dtype=torch.bool)
     with pytest.raises(ValueError, match="takes no `attention_mask`"):
-        model.transformer_blocks[0](*_block_inputs(model, 49), attention_mask=mask)
+        model.transformer_blocks[0](*_block_inputs(49, SequenceLayout(49, 3, 7, 7, (2, 3))), attention_mask=mask)
 
 
 def test_the_refiner_stays_dense(make_model, make_request):

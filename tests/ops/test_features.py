@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 from diffusers_h3.ops.frame_statistics import frame_statistics
-from diffusers_h3.ops.short_conv import spatial_conv, temporal_features
+from diffusers_h3.ops.short_conv import convolved_features, pointwise_features
+from diffusers_h3.ops.short_conv.reference import spatial_conv
 
 
 @pytest.mark.parametrize("grid", [(5, 2), (1, 1), (3, 4), (7, 3)])
@@ -28,50 +29,58 @@ def test_spatial_conv_is_a_padded_correlation(grid, draw):
             torch.testing.assert_close(result[0, 1, y * grid[1] + x], expected.double(), rtol=1e-14, atol=1e-14)
 
 
-def test_spatial_conv_gradients(draw):
-    features, weight = draw(1, 2, 6, 2, requires_grad=True), draw(2, 1, 5, 5, requires_grad=True)
-    assert gradcheck(lambda features, weight: spatial_conv(features, weight, (3, 2)), (features, weight))
-
-
 @pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("taps", [(5, 5), (3, 7)])
 @pytest.mark.parametrize("num_frames", [1, 2, 3, 8])
-def test_temporal_features_equal_conv1d(num_frames, normalize, draw):
-    features, weight = draw(2, num_frames, 3, 8), draw(8, 1, 5)
-    columns = features.permute(0, 2, 3, 1).flatten(0, 1)
-    expected = F.conv1d(columns, weight, padding=2, groups=8).unflatten(0, (2, 3)).permute(0, 3, 1, 2)
+def test_convolved_features_equal_conv3d(num_frames, taps, normalize, draw):
+    """Both convolutions are one depthwise convolution of the volume with the product of their kernels."""
+    features, spatial, temporal = draw(2, num_frames, 12, 8), draw(8, 1, taps[0], taps[0]), draw(8, 1, taps[1])
+    volume = features.unflatten(2, (3, 4)).permute(0, 4, 1, 2, 3)
+    kernel = temporal[..., None, None] * spatial.unsqueeze(2)
+    expected = F.conv3d(volume, kernel, padding=(taps[1] // 2, taps[0] // 2, taps[0] // 2), groups=8)
+    expected = expected.permute(0, 2, 3, 4, 1).flatten(2, 3)
     expected = (expected / (1 + torch.exp(-expected))).unflatten(-1, (2, 4))
     if normalize:
         expected = expected / (expected.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    torch.testing.assert_close(temporal_features(features, weight, 2, normalize), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_temporal_features_without_convolution(draw):
-    features = draw(1, 3, 2, 4)
-    expected = (features * torch.sigmoid(features)).unflatten(-1, (2, 2))
-    torch.testing.assert_close(temporal_features(features, None, 2, False), expected, rtol=1e-14, atol=1e-14)
+    actual = convolved_features(features, spatial, temporal, (3, 4), 2, normalize)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("convolved", [True, False])
-def test_temporal_features_gradients(convolved, normalize, draw):
-    features, weight = draw(1, 4, 2, 4, requires_grad=True), draw(4, 1, 5, requires_grad=True)
-    if convolved:
-        assert gradcheck(lambda *tensors: temporal_features(*tensors, 2, normalize), (features, weight))
-    else:
-        assert gradcheck(lambda features: temporal_features(features, None, 2, normalize), (features,))
+def test_pointwise_features(normalize, draw):
+    features = draw(1, 3, 2, 4)
+    expected = (features * torch.sigmoid(features)).unflatten(-1, (2, 2))
+    if normalize:
+        expected = expected / (expected.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(pointwise_features(features, 2, normalize), expected, rtol=1e-14, atol=1e-14)
 
 
-def test_temporal_features_round_once(draw):
-    """Half precision in, half precision out, float32 between: the result is the float32 result, rounded."""
-    features, weight = draw(1, 6, 4, 8).bfloat16(), draw(8, 1, 5).bfloat16()
-    result = temporal_features(features, weight, 2, True)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradients_of_the_features(normalize, draw):
+    features = draw(1, 4, 6, 4, requires_grad=True)
+    taps = draw(4, 1, 5, 5, requires_grad=True), draw(4, 1, 5, requires_grad=True)
+    assert gradcheck(lambda *tensors: convolved_features(*tensors, (3, 2), 2, normalize), (features, *taps))
+    assert gradcheck(lambda features: pointwise_features(features, 2, normalize), (features,))
+
+
+def test_features_of_half_precision(draw):
+    """The reference rounds after the spatial convolution and at the end, to half precision, and nowhere between."""
+    features, spatial, temporal = draw(1, 6, 6, 8).bfloat16(), draw(8, 1, 5, 5).bfloat16(), draw(8, 1, 5).bfloat16()
+    result = convolved_features(features, spatial, temporal, (2, 3), 2, True)
     assert result.dtype == torch.bfloat16
-    assert torch.equal(result, temporal_features(features.float(), weight.float(), 2, True).bfloat16())
+    between = spatial_conv(features.float(), spatial.float(), (2, 3)).bfloat16()
+    centre = torch.zeros(8, 1, 5, 5)
+    centre[:, :, 2, 2] = 1
+    expected = convolved_features(between.float(), centre, temporal.float(), (2, 3), 2, True)
+    assert (result.float() - expected).norm() <= 2**-8 * expected.norm()
+    pointwise = pointwise_features(features, 2, True)
+    assert pointwise.dtype == torch.bfloat16
+    assert torch.equal(pointwise, pointwise_features(features.float(), 2, True).bfloat16())
 
 
 def test_zero_rows_stay_finite():
     zeros = torch.zeros(1, 2, 3, 4, requires_grad=True)
-    result = temporal_features(zeros, None, 2, True)
+    result = pointwise_features(zeros, 2, True)
     assert torch.equal(result, torch.zeros(1, 2, 3, 2, 2))
     (gradient,) = torch.autograd.grad(result.sum(), zeros)
     assert gradient.isfinite().all()

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck
 
 from diffusers_h3.hybrid.config import HybridAttentionConfig
-from diffusers_h3.hybrid.layout import SequenceLayout, plan_branch
+from diffusers_h3.hybrid.layout import plan_branch
 from diffusers_h3.ops.linear_state import linear_states, readout
 
 
@@ -24,7 +24,7 @@ PLANS = [
 
 def _plan(anchor_frames, chunk, radius, num_frames):
     config = HybridAttentionConfig(anchor_frames=anchor_frames, chunk=chunk, radius=radius)
-    plan = plan_branch(config, SequenceLayout(num_frames, 0, 0, num_frames, (1, 1)))
+    plan = plan_branch(config, num_frames)
     assert plan.num_frames > 0
     return plan
 

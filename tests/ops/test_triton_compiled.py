@@ -1,6 +1,8 @@
 """Every kernel compiled ahead of time, without a card, in the form it is launched with: does it fit the card?"""
 
 import os
+import re
+import subprocess
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ KIB = 1024
 # Compute capability and the shared memory one program may have: 1 KiB less than a multiprocessor has.
 CARDS = {"sm_80": (80, 163 * KIB), "sm_86": (86, 99 * KIB), "sm_90": (90, 227 * KIB)}
 KERNELS = {
-    "_temporal_features_kernel": short_conv,
+    "_convolved_features_kernel": short_conv,
+    "_pointwise_features_kernel": short_conv,
     "_frame_statistics_kernel": frame_statistics,
     "_delta_factors_kernel": delta_rule,
     "_scan_kernel": delta_rule,
@@ -59,13 +62,19 @@ class _CompiledOnly:
         return launch
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder for what is compiled, shared by the tests, empty at first."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def compile_for(monkeypatch, tmp_path):
+def compile_for(monkeypatch, cache):
     """A function compiling every kernel for a card and a dtype: the compiled kernels by name."""
     assert os.environ.get("TRITON_INTERPRET") != "1"
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
 
-    def run(card, dtype):
+    def run(card, dtype, normalize=True):
         capability, limit = CARDS[card]
         monkeypatch.setattr(triton.runtime.driver, "_active", _Card(capability))
         compiled = {}
@@ -74,21 +83,24 @@ def compile_for(monkeypatch, tmp_path):
             if hasattr(module, "shared_memory"):
                 monkeypatch.setattr(module, "shared_memory", lambda device: limit)
         rows, states = torch.zeros(B, F, S, H, D, dtype=dtype), torch.zeros(B, F, H, D, D)
-        weight, lse = torch.zeros(H * D, 1, 5, dtype=dtype), torch.zeros(S, H)
+        spatial, temporal = torch.zeros(H * D, 1, 5, 5, dtype=dtype), torch.zeros(H * D, 1, 5, dtype=dtype)
+        lse = torch.zeros(S, H)
         gate, decay = rows.flatten(-2), torch.zeros(B, F, H, D)
         slots = [0] * F
-        short_conv.temporal_features(gate, weight, H, True, 1e-6)
+        short_conv.convolved_features(gate, spatial, temporal, [4, 4], H, normalize, 1e-6)
+        short_conv.pointwise_features(gate, H, normalize, 1e-6)
         frame_statistics.frame_statistics(rows, rows, rows[..., 0], True)
         delta_rule.delta_factors(states, states, decay, 1.0, 1.0)
         delta_rule.scan(states, states, states[:, 0], 1, 1, 3, False)
         linear_state.bridge_states(states, states, decay, slots, slots, slots, slots, True)
-        linear_state.readout(states, rows, gate, weight[:D, 0, 0], 1e-6)
+        linear_state.readout(states, rows, gate, temporal[:D, 0, 0], 1e-6)
         window_attention.merge_two(rows[0, 0], lse, rows[0, 1], lse, lse, rows[0, 2])
         return compiled
 
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("card", CARDS)
 def test_shared_memory_fits_the_card(card, dtype, compile_for):
@@ -100,6 +112,20 @@ def test_shared_memory_fits_the_card(card, dtype, compile_for):
         assert kernel.metadata.target.arch == capability
         assert kernel.metadata.shared <= limit, name
         assert kernel.asm["cubin"], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("card", CARDS)
+def test_convolution_stays_in_registers(card, dtype, normalize, compile_for, tmp_path):
+    """Its tile is as large as the registers of a thread allow: none of it spills to memory."""
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(compile_for(card, dtype, normalize)["_convolved_features_kernel"].asm["cubin"])
+    usage = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary], capture_output=True, text=True, check=True
+    ).stdout
+    assert re.search(r"REG:\d{3} STACK:0 ", usage), usage
 
 
 def test_small_cards_get_fewer_stages(compile_for):

@@ -75,10 +75,17 @@ def _gram():
 
 # Per kernel entry point: its module, its name there, and the public call that reaches it, of what it differentiates.
 ENTRIES = {
-    "temporal_features": (
+    "convolved_features": (
         short_conv,
-        "temporal_features",
-        lambda leaf: short_conv.temporal_features(leaf(B, F, S, H * D), _rows(H * D, 1, 5), H, True),
+        "convolved_features",
+        lambda leaf: short_conv.convolved_features(
+            leaf(B, F, S, H * D), _rows(H * D, 1, 5, 5), _rows(H * D, 1, 5), (1, S), H, True
+        ),
+    ),
+    "pointwise_features": (
+        short_conv,
+        "pointwise_features",
+        lambda leaf: short_conv.pointwise_features(leaf(B, F, S, H * D), H, True),
     ),
     "frame_statistics": (
         frame_statistics,

@@ -71,5 +71,5 @@ def test_gradients(draw):
 def test_groups_that_do_not_cover_the_rows_once_are_refused(queries, draw):
     query = draw(1, 9, 1, 2)
     groups = tuple((ranges, ((0, 9),)) for ranges in queries)
-    with pytest.raises(ValueError, match="do not cover 9 rows exactly once"):
+    with pytest.raises(ValueError, match=r"do not cover .*rows .*exactly once"):
         window_attention(query, query, query, groups, _attention)

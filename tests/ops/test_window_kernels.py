@@ -14,6 +14,7 @@ from diffusers_h3.hybrid.layout import SequenceLayout, plan_window
 from diffusers_h3.ops.prefill import machine, notices
 from diffusers_h3.ops.window_attention import kernels, window_attention
 from diffusers_h3.ops.window_attention.merge import merge_gated
+from diffusers_h3.ops.window_attention.reference import place
 from diffusers_h3.ops.window_attention.sliced import sliced_attention
 from diffusers_h3.ops.window_attention.slices import slice_groups
 
@@ -22,15 +23,19 @@ ANCHORS = ("none", "columns", "rows", "both")
 # Chunk and radius; without chunks, windows of neighbouring frames differ and overlap.
 WINDOWS = ((5, 1), (3, 0), (2, 1), (1, 2), (0, 0), (0, 1), (0, 2))
 FRAMES = (1, 2, 4, 5, 6, 11, 16)
-# Text and keyframe rows before the video, and audio rows after it.
-GLOBALS = ((0, 0), (4, 0), (0, 3), (4, 3))
+# Rows before the video.
+GLOBALS = (0, 1, 4)
 
 
-def _groups(anchor_frames, window, num_frames, surroundings=(4, 3), grid=(2, 1)):
+def _groups(anchor_frames, window, num_frames, global_rows=7, grid=(2, 1)):
+    """The groups of a clip in rows."""
     config = HybridAttentionConfig(anchor_frames=anchor_frames, chunk=window[0], radius=window[1])
-    before, after = surroundings
-    rows = num_frames * grid[0] * grid[1]
-    return plan_window(config, SequenceLayout(before + rows + after, min(before, 2), before, num_frames, grid))
+    seq_len = global_rows + num_frames * grid[0] * grid[1]
+    layout = SequenceLayout(seq_len, min(global_rows, 2), global_rows, num_frames, grid)
+    groups = (
+        tuple(tuple(place(ranges, layout.rows)) for ranges in group) for group in plan_window(config, num_frames)
+    )
+    return tuple((queries, keys) for queries, keys in groups if queries)
 
 
 def _rows(ranges):
@@ -56,11 +61,11 @@ def _windowed(query, key, value, groups, gate=None):
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("anchor_frames", ANCHORS)
 def test_slices_are_the_groups(anchor_frames, window):
-    """For every clip and surroundings: shared and own keys are disjoint and together the group's; rows occur once."""
-    for num_frames, surroundings in itertools.product(FRAMES, GLOBALS):
-        groups = _groups(anchor_frames, window, num_frames, surroundings)
+    """For every clip: shared and own keys are disjoint and together the group's; rows occur once."""
+    for num_frames, global_rows in itertools.product(FRAMES, GLOBALS):
+        groups = _groups(anchor_frames, window, num_frames, global_rows)
         seen = {row: set(_rows(keys)) for queries, keys in groups for row in _rows(queries)}
-        sliced = slice_groups(groups, len(seen))
+        sliced = slice_groups(groups)
         shared = _rows(sliced.shared)
         covered = _rows(sliced.dense)
         assert len(set(shared)) == len(shared)
@@ -76,7 +81,7 @@ def test_slices_are_the_groups(anchor_frames, window):
 
 def test_slices_by_hand():
     """Six frames of two rows after one text row, chunks of two, neighbours seen, anchors that are both."""
-    sliced = slice_groups(_groups("both", (2, 1), 6, (1, 0)), 13)
+    sliced = slice_groups(_groups("both", (2, 1), 6, 1))
     # The middle chunk sees the whole clip; frame 1 sees all but frame 4, frame 4 all but frame 1.
     assert sliced.dense == ((0, 3), (5, 9), (11, 13))
     assert sliced.shared == ((0, 3), (5, 9), (11, 13))
@@ -84,10 +89,10 @@ def test_slices_by_hand():
     assert sliced.slices == ((3, 5), (9, 11))
 
 
-@pytest.mark.parametrize("queries", [[((0, 4),), ((5, 9),)], [((0, 5),), ((4, 9),)], [((1, 9),)], [((0, 9),)] * 2])
+@pytest.mark.parametrize("queries", [[((0, 4),), ((5, 9),)], [((0, 5),), ((4, 9),)], [((0, 9),)] * 2])
 def test_slices_refuse_groups_that_do_not_cover_the_rows(queries):
     with pytest.raises(ValueError, match="do not cover"):
-        slice_groups(tuple((ranges, ((0, 9),)) for ranges in queries), 9)
+        slice_groups(tuple((ranges, ((0, 9),)) for ranges in queries))
 
 
 @pytest.mark.parametrize("stop", [8, 10])
@@ -101,17 +106,17 @@ def test_kernel_backends_refuse_groups_of_another_length(stop, draw):
 def test_slices_refuse_own_keys_in_pieces():
     groups = ((((0, 2),), ((0, 1), (3, 4))), (((2, 5),), ((4, 5),)))
     with pytest.raises(ValueError, match="not contiguous"):
-        slice_groups(groups, 5)
+        slice_groups(groups)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("surroundings", [(0, 0), (4, 3)])
+@pytest.mark.parametrize("global_rows", [0, 7])
 @pytest.mark.parametrize("anchor_frames", ANCHORS)
-def test_sliced_equals_the_definition(anchor_frames, surroundings, gated, draw):
+def test_sliced_equals_the_definition(anchor_frames, global_rows, gated, draw):
     """For every window and clip, one frame included, two batch items and heads."""
     for window, num_frames in itertools.product(WINDOWS, (1, 3, 11)):
-        groups = _groups(anchor_frames, window, num_frames, surroundings)
-        seq_len = sum(surroundings) + 2 * num_frames
+        groups = _groups(anchor_frames, window, num_frames, global_rows)
+        seq_len = global_rows + 2 * num_frames
         query, key, value = (draw(2, seq_len, 2, 8).float() for _ in range(3))
         gate = draw(2, seq_len, 2).float() if gated else None
         with torch.no_grad():
@@ -309,7 +314,7 @@ def test_packages_are_called_as_documented(capability, packages, backend, name, 
     groups = _groups("both", (2, 1), 11)
     query, key, value = (draw(1, 29, 2, 64).half() for _ in range(3))
     gate = draw(1, 29, 2).half()
-    window = slice_groups(groups, 29)
+    window = slice_groups(groups)
     assert window.dense
     assert window.shared
     # The public function keeps CPU tensors off the kernels under "auto", so the operator is called itself.

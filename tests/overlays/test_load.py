@@ -108,6 +108,54 @@ def test_a_folder_without_an_overlay_says_what_was_looked_for(tmp_path):
         load_overlay(tmp_path)
 
 
+OTHER_KINDS = {
+    "pruned for ComfyUI": (
+        ["split_files/diffusion_models/minimax_h3_pruned_fp8.safetensors", "README.md"],
+        "pruned (AdaLN input 8 instead of 2688)",
+    ),
+    "pruned LoRA": (["h3_turbo_Pruned_lora.safetensors"], "pruned (AdaLN input 8 instead of 2688)"),
+    "for ComfyUI": (["diffusion_models/minimax_h3_bf16.safetensors", "vae/h3.safetensors"], "for another program"),
+    "GGUF": (["minimax-h3-Q4_K_M.gguf"], "for another program"),
+    "base": (
+        ["transformer/config.json", "transformer/diffusion_pytorch_model.safetensors", "modular_model_index.json"],
+        "`base_transformer`",
+    ),
+    "LoRA": (["minimax_h3_turbo_8step.safetensors", "README.md"], "`load_lora_weights`"),
+    "nothing known": (["README.md"], "found README.md."),
+}
+
+
+@pytest.mark.parametrize(("names", "message"), OTHER_KINDS.values(), ids=OTHER_KINDS)
+def test_community_checkpoints_are_told_what_takes_them(tmp_path, names, message):
+    """By their file names alone: empty files stand for weights, which are never read."""
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(SourceError, match="holds no overlay") as error:
+        load_overlay(tmp_path)
+    assert message in str(error.value)
+    others = {text for _, text in OTHER_KINDS.values()} - {message}
+    assert not any(text in str(error.value) for text in others)
+
+
+def test_a_community_repository_is_refused_without_fetching_it(hub_server_class, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "minimax_h3_pruned_bf16.safetensors").write_bytes(bytes(1000))
+    with hub_server_class({"someone/H3-pruned": source}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        code = (
+            "import sys; from diffusers_h3.overlays import load_overlay, SourceError\n"
+            f"try:\n load_overlay('someone/H3-pruned', '{hub.commit('someone/H3-pruned')}', cache_dir=sys.argv[1])\n"
+            "except SourceError as error:\n print(error)"
+        )
+        words = [sys.executable, "-c", code, str(tmp_path / "cache")]
+        result = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ)
+    assert "someone/H3-pruned" in result.stdout
+    assert "AdaLN input 8 instead of 2688" in result.stdout
+    assert hub.downloads(".safetensors") == []
+
+
 def _set(*path_and_value):
     *path, last, value = path_and_value
 

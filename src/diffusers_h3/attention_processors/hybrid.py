@@ -8,7 +8,9 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
     _apply_rotary_emb,
 )
 
+from ..hybrid.config import HybridAttentionConfig
 from ..hybrid.layout import SequenceLayout, plan_branch, plan_window
+from ..hybrid.parallel import HeadSplit, check_config
 from ..ops.window_attention import BACKENDS, window_attention
 from .shared import inherits_parallel_config
 
@@ -18,7 +20,7 @@ class HybridAttnProcessor:
     """Run a softmax window plus the linear branch on every layer that has one, and dense attention on the others.
 
     One stateless instance serves all layers: the weights are submodules of the attention module (see
-    `apply_hybrid_attention`), and the row layout is its `sequence_layout`, set by the model's forward pass.
+    `apply_hybrid_attention`), and the row layout comes beside the rotary embedding, from the model's forward pass.
 
     Args:
         backend (`str`): How the window is computed. `"sdpa"` runs on any device, with gradients, through Diffusers'
@@ -40,41 +42,43 @@ class HybridAttnProcessor:
             raise ValueError(f"`fp8=True` runs on the 'flashinfer' backend only, got {backend!r}.")
         self.backend = backend
         self.fp8 = fp8
+        self._accepted_config = None
 
     @property
     def _parallel_config(self):
-        """Diffusers' context-parallel configuration; none is accepted."""
-        return None
+        """Diffusers' parallel configuration, which `enable_parallelism` sets; Ulysses is accepted."""
+        return self._accepted_config
 
     @_parallel_config.setter
     def _parallel_config(self, config):
         if config is not None:
-            raise ValueError(
-                "HybridAttnProcessor does not run under context parallelism: window and linear branch need the whole "
-                "sequence on one device. Do not call `enable_parallelism` on this transformer."
-            )
+            check_config(config.context_parallel_config)
+        self._accepted_config = config
 
     def __call__(
         self,
         attn: MiniMaxH3Attention,
         hidden_states: torch.Tensor,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor, SequenceLayout] | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend over one packed sequence.
 
         Args:
             attn (`MiniMaxH3Attention`): The layer.
-            hidden_states (`torch.Tensor`): ``[B, T, C]``.
-            rotary_emb (`tuple[torch.Tensor, torch.Tensor]`, *optional*): Cosines and sines, ``[T, rotary]`` each.
+            hidden_states (`torch.Tensor`): ``[B, T, C]``; under context parallelism, this rank's rows of them.
+            rotary_emb (`tuple[torch.Tensor, torch.Tensor, SequenceLayout]`, *optional*): Cosines and sines,
+                ``[T, rotary]`` each, and the layout of the rows, always of the whole sequence. Only layers without a
+                linear branch do without.
             attention_mask (`torch.Tensor`, *optional*): Only layers without a linear branch take one.
 
         Returns:
-            `torch.Tensor`: ``[B, T, C]``.
+            `torch.Tensor`: The shape of `hidden_states`.
 
         Raises:
-            ValueError: On a block without a linear branch, where no layout is set, where it is of another length than
-                the sequence (as on one shard of it), and for a mask on a hybrid layer.
+            ValueError: On a block without a linear branch, where no layout is given or one that does not belong to
+                these rows (as on one shard of them without `enable_parallelism`), for a mask on a hybrid layer, and
+                for gradients, rows or heads that the ranks cannot share.
         """
         branch = getattr(attn, "linear_attention", None)
         if branch is None:
@@ -86,66 +90,85 @@ class HybridAttnProcessor:
             dense = MiniMaxH3AttnProcessor()
             dense._attention_backend = self._attention_backend
             return dense(attn, hidden_states, rotary_emb, attention_mask)
-        layout = _checked_layout(attn, hidden_states, attention_mask)
+        layout = _checked_layout(rotary_emb, attention_mask)
         config = branch.config
+        parallel = self._parallel_config and self._parallel_config.context_parallel_config
+        split = HeadSplit.of(parallel, layout.seq_len, attn.heads)
+        _check_rows(split, hidden_states, rotary_emb)
 
+        # Every exchange runs beside the projection after it.
         if attn.fused_projections:
-            query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+            projected = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+            pending = [split.to_heads(rows.unflatten(-1, (attn.heads, -1))) for rows in projected]
         else:
-            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+            projections = (attn.to_q, attn.to_k, attn.to_v)
+            pending = [
+                split.to_heads(project(hidden_states).unflatten(-1, (attn.heads, -1))) for project in projections
+            ]
+        gate = split.to_heads(attn.softmax_gate(hidden_states)) if config.enable_softmax_gate else None
+        query, key, value = (rows() for rows in pending)
+        del pending
 
-        gate = attn.softmax_gate(hidden_states) if config.enable_softmax_gate else None
-        window = self._window(attn, query, key, value, rotary_emb, plan_window(config, layout), gate)
-        output = attn.to_out[0](window.flatten(2))
+        # The branch is the last to need the projections as they are, and its result travels beneath the window.
+        plan = plan_branch(config, layout.num_frames)
+        start, stop = layout.rows(plan.first_frame, plan.first_frame + plan.num_frames)
+        if plan.num_frames:
+            raw = (rows.flatten(2) for rows in (query, key, value))
+            readout = branch(hidden_states, *raw, layout, split)
+            readout = split.to_rows(readout.unflatten(-1, (split.num_heads, -1)), start, stop)
+
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        query, key = _apply_rotary_emb(query, *rotary_emb[:2]), _apply_rotary_emb(key, *rotary_emb[:2])
+        window = self._window(query, key, value, layout, config, None if gate is None else gate())
+        del query, key, value
+        window = split.to_rows(window, 0, layout.seq_len)
+        output = attn.to_out[0](window().flatten(2))
         output = attn.to_out[1](output)
         del window
 
-        plan = plan_branch(config, layout)
-        if plan.num_frames:
-            start, stop = layout.frame_range(plan.first_frame, plan.first_frame + plan.num_frames)
-            carried = attn.to_out_linear(branch(hidden_states, query, key, value, layout))
-            output[:, start:stop] += carried
+        own = split.own_rows(start, stop)
+        if plan.num_frames and own.start < own.stop:
+            output[:, own] += attn.to_out_linear(readout().flatten(2))
         return output
 
     def _window(
         self,
-        attn: MiniMaxH3Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
-        groups: tuple,
+        layout: SequenceLayout,
+        config: HybridAttentionConfig,
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the window's output, ``[B, T, H, D]``, gated where `gate` is given."""
-        query, key, value = (rows.unflatten(-1, (attn.heads, -1)) for rows in (query, key, value))
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        if rotary_emb is not None:
-            query, key = _apply_rotary_emb(query, *rotary_emb), _apply_rotary_emb(key, *rotary_emb)
 
         def attention(query, key, value):
             return dispatch_attention_fn(query, key, value, backend=self._attention_backend)
 
+        groups = plan_window(config, layout.num_frames)
         backend = "sdpa" if self._attention_backend is not None else self.backend
-        return window_attention(query, key, value, groups, attention, gate, backend, self.fp8)
+        return window_attention(query, key, value, groups, attention, gate, backend, self.fp8, layout.rows)
 
 
-def _checked_layout(
-    attn: MiniMaxH3Attention, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None
-) -> SequenceLayout:
-    layout = getattr(attn, "sequence_layout", None)
-    if layout is None:
+def _checked_layout(rotary_emb: tuple, attention_mask: torch.Tensor | None) -> SequenceLayout:
+    if rotary_emb is None or len(rotary_emb) != 3:
         raise ValueError(
-            "No sequence layout is set on this attention layer. Call the whole transformer, which derives it from "
-            "`position_ids`, `video_indices` and `text_indices`, or set `attn.sequence_layout` yourself."
-        )
-    if layout.seq_len != hidden_states.shape[1]:
-        raise ValueError(
-            f"The sequence layout describes {layout.seq_len} rows but the layer got {hidden_states.shape[1]}. Hybrid "
-            "attention needs the whole sequence: a sharded one (context parallelism) is not supported."
+            "No sequence layout came with the rotary embedding. Call the whole transformer, which derives it from "
+            "`position_ids`, `video_indices` and `text_indices`, or pass `(cos, sin, SequenceLayout(...))` yourself."
         )
     if attention_mask is not None:
         raise ValueError(
             "A hybrid attention layer takes no `attention_mask`: its window decides which rows see each other."
         )
-    return layout
+    return rotary_emb[2]
+
+
+def _check_rows(split: HeadSplit, hidden_states: torch.Tensor, rotary_emb: tuple) -> None:
+    cosines, _, layout = rotary_emb
+    own = split.row_counts[split.rank]
+    if hidden_states.shape[1] != own or cosines.shape[0] != layout.seq_len:
+        raise ValueError(
+            f"The sequence layout describes {layout.seq_len} rows but the layer got {hidden_states.shape[1]} with "
+            f"{cosines.shape[0]} rotary angles, and this rank has {own} of the rows. Under context "
+            "parallelism, shard with `transformer.enable_parallelism` and the model's own plan: it keeps all angles."
+        )

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from . import demo, generate, materialize, overlays
+from . import demo, doctor, generate, materialize, overlays, plan
 from .console import Application, results, set_up_messages
 
 
@@ -54,3 +54,5 @@ app.command("generate")(generate.generate)
 app.command("materialize")(materialize.materialize)
 app.add_typer(overlays.app, name="overlays")
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)

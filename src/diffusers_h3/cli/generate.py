@@ -1,20 +1,28 @@
-"""`diffusers-h3 generate`: a prompt, and up to two keyframes, become an mp4 with sound."""
+"""`diffusers-h3 generate`: prompts, and up to two keyframes each, become mp4 files with sound."""
 
+import json
+import os
+from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import checks, options, weights
+from . import batch, checks, options, weights
 from .console import UsageError, option_names, print_json, results
+from .prompts_file import Clip, read_clips
 
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
+    from ..pipelines.pipeline_vdn_h3 import VDNH3Pipeline
     from ..pipelines.request import Geometry
+
+# How long a process waits for the others: for all to begin, and within a step for one that stopped answering.
+_PATIENCE = timedelta(minutes=10)
 
 
 class Dtype(StrEnum):
@@ -36,9 +44,26 @@ class Offload(StrEnum):
 
 def generate(
     prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="What to generate, in one text.", show_default=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The mp4 to write.")] = Path("output.mp4"),
+        str | None, typer.Argument(metavar="PROMPT", help="What to generate, in one text.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The mp4 to write. Default: output.mp4.", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of PROMPT, a file with one clip a line: JSON objects (.jsonl) or bare prompts (.txt). The "
+            "other options hold for every line that does not say otherwise.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=True, help="With --prompts, the folder for the videos and results.jsonl.", show_default=False
+        ),
+    ] = None,
     image: Annotated[Path | None, typer.Option(help="Image the video starts from.", show_default=False)] = None,
     last_image: Annotated[
         Path | None, typer.Option(help="Image the video ends on, alone or with --image.", show_default=False)
@@ -93,21 +118,48 @@ def generate(
     diffusers-h3 generate "The ship sails on." --image start.png --last-image end.png --frames 345 -o ship.mp4
 
     diffusers-h3 generate "Rain on a tin roof." --overlay vdn-h3-50step --steps 30 --offload model -o rain.mp4
+
+    diffusers-h3 generate --prompts clips.jsonl --out clips  [dim]# again: makes what is missing or failed[/dim]
+
+    accelerate launch --num_processes 8 -m diffusers_h3 generate --prompts clips.jsonl --out clips
+
+    torchrun --nproc-per-node 8 -m diffusers_h3 generate "A red fox." -o fox.mp4  [dim]# one clip on 8 GPUs[/dim]
     """
-    checks.check_output(output, overwrite)
+    _check_mode(prompt, output, prompts, out)
     checks.check_seed(seed)
+    access = weights.Access(cache_dir, local_files_only)
+    if prompts is not None:
+        defaults = {
+            "seed": seed,
+            "image": image and image.absolute(),
+            "last_image": last_image and last_image.absolute(),
+            "height": height,
+            "width": width,
+            "num_frames": frames,
+            "num_inference_steps": steps,
+        }
+        clips = read_clips(prompts, defaults)
+        batch.check_folder(out, clips, overwrite)
+        target = _check_device(device, offload)
+        requested = {f"{prompts} line {clip.line}, `num_inference_steps`": clip.num_inference_steps for clip in clips}
+        folder = _prepare_weights(overlay, revision, allow_unpinned, access, {} if force_steps else requested)
+        _generate_batch(clips, out, folder, dtype, target, device, offload, force_steps, as_json)
+        return
+    output = output or Path("output.mp4")
+    checks.check_output(output, overwrite)
     first, last = checks.open_keyframe("--image", image), checks.open_keyframe("--last-image", last_image)
     keyframes = [keyframe for keyframe in (first, last) if keyframe is not None]
     if not prompt.strip() and not keyframes:
         raise UsageError("PROMPT is empty; say what to generate, or pass --image or --last-image.")
     geometry = _check_geometry(keyframes, height, width, frames)
-    target = _check_device(device, offload)
-    access = weights.Access(cache_dir, local_files_only)
-    folder = _prepare_weights(overlay, revision, allow_unpinned, access, None if force_steps else steps)
+    target = _own_device(_check_device(device, offload), device)
+    folder = _prepare_weights(overlay, revision, allow_unpinned, access, {} if force_steps else {"--steps": steps})
+    _join_processes(folder, target)
 
     import torch
 
     pipeline = weights.load_pipeline(folder, target, dtype, offload)
+    _share_sequence(pipeline)
     result = pipeline(
         prompt=prompt,
         image=first,
@@ -120,6 +172,9 @@ def generate(
         generator=torch.Generator().manual_seed(seed),
         output_type="np",
     )
+    _leave_processes()
+    if result.frames is None:
+        return  # the first process has them
     output.parent.mkdir(parents=True, exist_ok=True)
     saved = result.save(output, overwrite=overwrite)
     if as_json:
@@ -142,6 +197,51 @@ def generate(
         )
     else:
         results.print(str(saved), markup=False)
+
+
+def _check_mode(prompt: str | None, output: Path | None, prompts: Path | None, out: Path | None) -> None:
+    """Check that the call is for one clip or for a file of them, with the options of that way."""
+    if (prompt is None) == (prompts is None):
+        given = "neither" if prompt is None else "both"
+        raise UsageError(f"Say what to generate, with PROMPT or with --prompts and a file; got {given}.")
+    if prompts is not None and out is None:
+        raise UsageError("--prompts needs --out, the folder for the videos.")
+    if prompts is not None and output is not None:
+        raise UsageError("--output names one video; with --prompts they go to the folder --out, named by their ids.")
+    if prompts is None and out is not None:
+        raise UsageError("--out is the folder for the videos of --prompts; name one video with --output.")
+
+
+def _generate_batch(
+    clips: list[Clip],
+    out: Path,
+    folder: Path,
+    dtype: Dtype,
+    target: "torch.device",
+    device: str | None,
+    offload: Offload,
+    force_steps: bool,
+    as_json: bool,
+) -> None:
+    """Make all clips, among all processes, and let the first one say what became of them."""
+    processes = batch.join_processes(target)
+    if processes.num_processes > 1:
+        if device not in (None, "cpu"):
+            raise UsageError(
+                f"--device {device}: each of the {processes.num_processes} processes takes a GPU of its own. Leave it "
+                "out, or say cpu."
+            )
+        target = processes.device
+    outcome = batch.Batch(clips, out, folder, dtype, target, offload, force_steps, processes).run()
+    processes.destroy_process_group()
+    if processes.is_main_process:
+        if as_json:
+            print_json(outcome)
+        else:
+            counts = ", ".join(f"{outcome[name]} {name}" for name in ("made", "skipped", "failed"))
+            results.print(f"{counts}: {outcome['results']}", markup=False)
+    if outcome["failed"]:
+        raise typer.Exit(1)
 
 
 def _check_geometry(keyframes: list["Image"], height: int | None, width: int | None, frames: int) -> "Geometry":
@@ -175,23 +275,85 @@ def _check_device(name: str | None, offload: Offload) -> "torch.device":
     return device
 
 
+def _num_processes() -> int:
+    """Return how many processes `torchrun` or `accelerate launch` started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _own_device(device: "torch.device", name: str | None) -> "torch.device":
+    """Return this process's own GPU where several processes make one clip; alone, it has `device`."""
+    if _num_processes() == 1:
+        return device
+    import torch
+
+    on_this_machine, available = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
+    if name is not None and torch.device(name).index is not None:
+        raise UsageError(
+            f"--device {name}: each of the {_num_processes()} processes takes a GPU of its own; leave it out."
+        )
+    if on_this_machine > available:
+        raise UsageError(
+            f"One clip on several processes needs a GPU for each, but this machine has {available} for "
+            f"{on_this_machine} processes. Start fewer (torchrun --nproc-per-node), or use --prompts for many clips."
+        )
+    device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
+    torch.get_device_module(device).set_device(device)
+    return device
+
+
+def _join_processes(folder: Path, device: "torch.device") -> None:
+    """Meet the other processes, once the weights are there: making them may take any one process hours."""
+    processes = _num_processes()
+    if processes == 1:
+        return
+    heads = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))["num_attention_heads"]
+    if processes > heads:
+        raise UsageError(f"{processes} processes cannot share {heads} attention heads; start {heads} at most.")
+    import torch
+
+    device = None if device.type == "cpu" else device
+    torch.distributed.init_process_group(timeout=_PATIENCE, device_id=device)
+
+
+def _share_sequence(pipeline: "VDNH3Pipeline") -> None:
+    """Let the processes share the transformer's work, and the first one alone show progress."""
+    processes = _num_processes()
+    if processes == 1:
+        return
+    from diffusers import ContextParallelConfig
+
+    # The prompt decides the length of the sequence, which need not divide.
+    config = ContextParallelConfig(ulysses_degree=processes, ulysses_anything=True)
+    pipeline.transformer.enable_parallelism(config=config)
+    pipeline.set_progress_bar_config(disable=os.environ["RANK"] != "0")
+
+
+def _leave_processes() -> None:
+    """Part from the other processes; what is left to do is the first one's."""
+    if _num_processes() > 1:
+        import torch
+
+        torch.distributed.destroy_process_group()
+
+
 def _prepare_weights(
-    source: str, revision: str | None, allow_unpinned: bool, access: weights.Access, steps: int | None
+    source: str, revision: str | None, allow_unpinned: bool, access: weights.Access, requested: dict[str, int | None]
 ) -> Path:
-    """Return the pipeline's folder, after checking `steps`, if given, against what the weights were made for."""
+    """Return the pipeline's folder, after checking its contract against the calls requested, by who requests them."""
     if weights.is_pipeline_folder(source):
         if revision is not None:
             raise UsageError(f"--revision is for repositories, but --overlay {source} is a folder; leave it out.")
-        _check_steps(steps, weights.open_folder(Path(source)))
+        _check_steps(requested, weights.open_folder(Path(source)))
         return Path(source)
     overlay = weights.find_overlay(source, revision, allow_unpinned, access)
-    _check_steps(steps, overlay.manifest.sampling.num_inference_steps)
+    _check_steps(requested, overlay.manifest.sampling.num_inference_steps)
     return weights.make_folder(overlay, access)
 
 
-def _check_steps(steps: int | None, trained: int | None) -> None:
-    if steps is not None and trained is not None and steps != trained:
-        raise UsageError(
-            f"--steps {steps}: these weights were made for {trained} transformer calls. Leave --steps out, or add "
-            "--force-steps."
-        )
+def _check_steps(requested: dict[str, int | None], trained: int | None) -> None:
+    for name, steps in requested.items():
+        if steps is not None and trained is not None and steps != trained:
+            raise UsageError(
+                f"{name} {steps}: these weights were made for {trained} transformer calls. Leave it out, or add "
+                "--force-steps."
+            )

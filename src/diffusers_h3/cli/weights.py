@@ -103,7 +103,9 @@ def is_pipeline_folder(source: str) -> bool:
     return (Path(source) / _INDEX_FILE).is_file()
 
 
-def load_pipeline(folder: Path, device: "torch.device", dtype: str, offload: str) -> "VDNH3Pipeline":
+def load_pipeline(
+    folder: Path, device: "torch.device", dtype: str, offload: str, without: tuple[str, ...] = ()
+) -> "VDNH3Pipeline":
     """Load a pipeline folder and place it on `device`.
 
     Args:
@@ -111,6 +113,7 @@ def load_pipeline(folder: Path, device: "torch.device", dtype: str, offload: str
         device (`torch.device`): Where it runs.
         dtype (`str`): A dtype's name, or `"auto"`: float32 on the CPU, bfloat16 elsewhere.
         offload (`str`): `"none"`, `"model"` or `"group"`.
+        without (`tuple[str, ...]`): Components to leave out.
     """
     import torch
 
@@ -118,7 +121,8 @@ def load_pipeline(folder: Path, device: "torch.device", dtype: str, offload: str
 
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
-    pipeline = VDNH3Pipeline.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+    left_out = dict.fromkeys(without)
+    pipeline = VDNH3Pipeline.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **left_out)
     if offload == "model":
         pipeline.enable_model_cpu_offload(device=device)
     elif offload == "group":

@@ -12,9 +12,10 @@ from ..ops.delta_rule import delta_factors
 from ..ops.frame_statistics import frame_statistics
 from ..ops.linear_state import linear_states, readout
 from ..ops.precision import accumulation_dtype
-from ..ops.short_conv import spatial_conv, temporal_features
+from ..ops.short_conv import convolved_features, pointwise_features
 from .config import HybridAttentionConfig
 from .layout import BranchPlan, SequenceLayout, plan_branch
+from .parallel import HeadSplit
 
 
 SHORT_CONV_TAPS = 5
@@ -45,48 +46,50 @@ class FrameDecay(nn.Module):
         self.down = nn.Linear(hidden_size, head_dim, bias=False)
         self.up = nn.Linear(head_dim, num_heads * head_dim, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map frames of rows ``[B, F, S, C]`` to ``log α [B, F, H, D]`` in float32 (float64 for float64)."""
-        dtype = accumulation_dtype(hidden_states.dtype)
-        mean = hidden_states.mean(dim=2, dtype=dtype).to(hidden_states.dtype)
+    def forward(self, mean: torch.Tensor) -> torch.Tensor:
+        """Map the frames' means ``[B, F, C]`` to ``log α [B, F, H, D]`` in float32 (float64 for float64)."""
+        dtype = accumulation_dtype(mean.dtype)
         step = F.softplus(self.up(self.down(mean)).to(dtype) + self.dt_bias.to(dtype))
         return -self.A_log.to(dtype).exp().unsqueeze(-1) * step.unflatten(-1, (self.A_log.shape[0], -1))
 
 
+class HeadLinear(nn.Linear):
+    """A linear layer that can compute a range of its output channels alone."""
+
+    def forward(self, states: torch.Tensor, channels: slice = slice(None)) -> torch.Tensor:
+        return F.linear(states, self.weight[channels], self.bias[channels])
+
+
 class OutputGate(nn.Module):
-    """Low-rank gate on the readout before its sigmoid: ``[..., C]`` to ``[..., H·D]``."""
+    """Low-rank gate on the readout before its sigmoid, `up` after `down`: ``[..., C]`` to ``[..., H·D]``."""
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int):
         super().__init__()
         self.down = nn.Linear(hidden_size, head_dim, bias=False)
-        self.up = nn.Linear(head_dim, num_heads * head_dim, bias=True)
+        self.up = HeadLinear(head_dim, num_heads * head_dim, bias=True)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.up(self.down(hidden_states))
+    def forward(self, compressed: torch.Tensor, channels: slice) -> torch.Tensor:
+        """Expand what `down` returned, ``[..., D]``, to a range of the channels."""
+        if type(self.up) is HeadLinear:
+            return self.up(compressed, channels)
+        # What wraps or replaces the layer, an adapter or a quantised one, knows nothing of ranges.
+        return self.up(compressed)[..., channels]
 
 
-class SpatialConv(nn.Module):
-    """Depthwise convolution over a frame's patch grid, weight ``[C, 1, 5, 5]``."""
+class DepthwiseTaps(nn.Module):
+    """The taps of one depthwise convolution, weight ``[C, 1, *size]``.
 
-    def __init__(self, channels: int):
+    One operator takes the taps of two modules, and hooks fire on `forward` only: it returns a copy, which stays when a
+    hook moves the weight away again.
+    """
+
+    def __init__(self, channels: int, *size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, SHORT_CONV_TAPS, SHORT_CONV_TAPS))
+        self.weight = nn.Parameter(torch.empty(channels, 1, *size))
         nn.init.dirac_(self.weight, groups=channels)
 
-    def forward(self, features: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-        return spatial_conv(features, self.weight, grid)
-
-
-class TemporalConv(nn.Module):
-    """Depthwise convolution over frames, then the feature map, weight ``[C, 1, 5]``."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, SHORT_CONV_TAPS))
-        nn.init.dirac_(self.weight, groups=channels)
-
-    def forward(self, features: torch.Tensor, num_heads: int, normalize: bool) -> torch.Tensor:
-        return temporal_features(features, self.weight, num_heads, normalize)
+    def forward(self, channels: slice = slice(None)) -> torch.Tensor:
+        return self.weight[channels].clone()
 
 
 class ShortConv(nn.Module):
@@ -96,16 +99,17 @@ class ShortConv(nn.Module):
         super().__init__()
         self.targets = targets
         for name in targets:
-            self.add_module(f"{name}_sp", SpatialConv(channels))
-            self.add_module(f"{name}_tm", TemporalConv(channels))
+            self.add_module(f"{name}_sp", DepthwiseTaps(channels, SHORT_CONV_TAPS, SHORT_CONV_TAPS))
+            self.add_module(f"{name}_tm", DepthwiseTaps(channels, SHORT_CONV_TAPS))
 
-    def forward(self, name: str, features: torch.Tensor, grid: tuple[int, int], num_heads: int) -> torch.Tensor:
-        """Turn the projection `name` into features: ``[B, F, S, H·D]`` to ``[B, F, S, H, D]``."""
+    def forward(self, name: str, features: torch.Tensor, grid: tuple[int, int], split: HeadSplit) -> torch.Tensor:
+        """Turn the projection `name` of the rank's heads into features: ``[B, F, S, H·D]`` to ``[B, F, S, H, D]``."""
         normalize = name != "v"
         if name not in self.targets:
-            return temporal_features(features, None, num_heads, normalize)
-        features = self.get_submodule(f"{name}_sp")(features, grid)
-        return self.get_submodule(f"{name}_tm")(features, num_heads, normalize)
+            return pointwise_features(features, split.num_heads, normalize)
+        channels = split.channels(features.shape[-1] // split.num_heads)
+        spatial, temporal = (self.get_submodule(f"{name}_{kind}")(channels) for kind in ("sp", "tm"))
+        return convolved_features(features, spatial, temporal, grid, split.num_heads, normalize)
 
 
 class GatedReadout(nn.Module):
@@ -148,14 +152,16 @@ class VideoDeltaAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         layout: SequenceLayout,
+        split: HeadSplit | None = None,
         folded: bool = True,
     ) -> torch.Tensor:
-        """Run the branch over the frames of `plan_branch(config, layout)`.
+        """Run the branch over the frames of `plan_branch`, for this rank's ``H`` heads.
 
         Args:
-            hidden_states (`torch.Tensor`): ``[B, T, C]``, the attention input.
+            hidden_states (`torch.Tensor`): ``[B, rows, C]``, the attention input at this rank's rows.
             query, key, value (`torch.Tensor`): ``[B, T, H·D]``, the projections before norm and rotary embedding.
             layout (`SequenceLayout`): The rows of the sequence.
+            split (`HeadSplit`, *optional*): The rank's rows and heads; by default all.
             folded (`bool`): Fold the scans over window chunks, or walk them frame by frame.
 
         Returns:
@@ -164,36 +170,39 @@ class VideoDeltaAttention(nn.Module):
         Raises:
             ValueError: Where the window covers the clip, so that there is no frame to carry.
         """
-        plan = plan_branch(self.config, layout)
+        plan = plan_branch(self.config, layout.num_frames)
         if plan.num_frames == 0:
             raise ValueError(f"The window covers all {layout.num_frames} frames: the linear branch is off.")
-        initial = self._initial_state(hidden_states, key, value, layout)
-        hidden_states, query, key, value = (_frames(rows, layout, plan) for rows in (hidden_states, query, key, value))
-        log_alpha = self.alpha(hidden_states)
-        key = self.short_conv("k", key, layout.grid, self.num_heads)
-        value = self.short_conv("v", value, layout.grid, self.num_heads)
-        transition, update = self._factors(hidden_states, key, value, log_alpha.exp())
+        split = split or HeadSplit.of(None, layout.seq_len, self.num_heads)
+        first_row, _ = layout.rows(plan.first_frame, plan.first_frame)
+        # All transfers begin here and run beside what needs none of them.
+        mean = split.frame_means(hidden_states, first_row, plan.num_frames, layout.rows_per_frame)
+        beta = split.to_heads(torch.sigmoid(self.beta_proj(hidden_states)))
+        compressed = split.gather(self.output_gate.down(hidden_states))
+        beta = beta()
+        initial = self._initial_state(key, value, beta, layout, split)
+        query, key, value, beta = (_frames(rows, layout, plan) for rows in (query, key, value, beta))
+        log_alpha = self.alpha(mean())[:, :, split.heads]
+        key = self.short_conv("k", key, layout.grid, split)
+        value = self.short_conv("v", value, layout.grid, split)
+        transition, update = self._factors(key, value, beta, log_alpha.exp())
         del key, value
         states = linear_states(
             transition, update, initial, log_alpha, plan.prefix, plan.suffix, self.config.bridge, folded
         )
         del transition, update
-        query = self.short_conv("q", query, layout.grid, self.num_heads)
-        return self.norm(states, query, self.output_gate(hidden_states)).flatten(1, 2)
+        query = self.short_conv("q", query, layout.grid, split)
+        gate = self.output_gate(_frames(compressed(), layout, plan), split.channels(self.config.linear_head_dim))
+        return self.norm(states, query, gate).flatten(1, 2)
 
     def _factors(
-        self,
-        hidden_states: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        alpha: torch.Tensor | None,
+        self, key: torch.Tensor, value: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        beta = torch.sigmoid(self.beta_proj(hidden_states))
         gram, cross = frame_statistics(key, value, beta, self.config.a_fp32)
         return delta_factors(gram, cross, alpha, self.config.delta_rule, rows=key.shape[2])
 
     def _initial_state(
-        self, hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout
+        self, key: torch.Tensor, value: torch.Tensor, beta: torch.Tensor, layout: SequenceLayout, split: HeadSplit
     ) -> torch.Tensor:
         """Return ``[B, H, D, D]``: half of what the text rows write into an empty state, or zeros.
 
@@ -201,17 +210,17 @@ class VideoDeltaAttention(nn.Module):
         """
         if not self.config.enable_text_state or layout.text_len == 0:
             head_dim = self.config.linear_head_dim
-            shape = (hidden_states.shape[0], self.num_heads, head_dim, head_dim)
-            return hidden_states.new_zeros(shape, dtype=accumulation_dtype(hidden_states.dtype))
+            shape = (key.shape[0], split.num_heads, head_dim, head_dim)
+            return key.new_zeros(shape, dtype=accumulation_dtype(key.dtype))
         # The text is one frame of rows that no convolution touches.
-        text, key, value = (rows[:, : layout.text_len].unsqueeze(1) for rows in (hidden_states, key, value))
-        key = temporal_features(key, None, self.num_heads, normalize=True)
-        value = temporal_features(value, None, self.num_heads, normalize=False)
-        _, update = self._factors(text, key, value, None)
+        key, value, beta = (rows[:, : layout.text_len].unsqueeze(1) for rows in (key, value, beta))
+        key = pointwise_features(key, split.num_heads, normalize=True)
+        value = pointwise_features(value, split.num_heads, normalize=False)
+        _, update = self._factors(key, value, beta, None)
         return update.squeeze(1) * 0.5
 
 
 def _frames(rows: torch.Tensor, layout: SequenceLayout, plan: BranchPlan) -> torch.Tensor:
     """View the rows of the branch's frames as ``[B, F, S, C]``."""
-    start, stop = layout.frame_range(plan.first_frame, plan.first_frame + plan.num_frames)
+    start, stop = layout.rows(plan.first_frame, plan.first_frame + plan.num_frames)
     return rows[:, start:stop].unflatten(1, (plan.num_frames, layout.rows_per_frame))

@@ -1,4 +1,4 @@
-"""Where the rows of a packed MiniMax-H3 sequence are, and which keys the window lets each of them see."""
+"""Where the rows of a packed MiniMax-H3 sequence are, and which frames see which."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,17 +9,20 @@ import torch
 from .config import HybridAttentionConfig
 
 
-RowRange = tuple[int, int]
+# Half-open, in latent frames of the target video. Frame −1 stands for all rows before it, which are global: plans are
+# then the same for every prompt length, and `SequenceLayout.rows` places them in a sequence.
+FrameRange = tuple[int, int]
+GLOBAL: FrameRange = (-1, 0)
 
 
 class AttentionGroup(NamedTuple):
-    """Query rows that share one key set, both as sorted half-open row ranges.
+    """Queries that share one key set, both as sorted, disjoint frame ranges that do not touch.
 
     One dense, unmasked attention per group is the whole window, so no mask is ever built.
     """
 
-    queries: tuple[RowRange, ...]
-    keys: tuple[RowRange, ...]
+    queries: tuple[FrameRange, ...]
+    keys: tuple[FrameRange, ...]
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,12 @@ class BranchPlan:
 class SequenceLayout:
     """The row layout of one packed request: `[text | keyframe conditions | audio | video]`.
 
-    Rows outside the target video are global: they see, and are seen by, every row.
+    Rows before the target video are global: they see, and are seen by, every row.
 
     Attributes:
         seq_len (`int`): Rows of the packed sequence.
         text_len (`int`): Text rows, which come first.
-        video_start (`int`): First row of the target video.
+        video_start (`int`): First row of the target video, which comes last.
         num_frames (`int`): Latent frames of the target video.
         grid (`tuple[int, int]`): Rows and columns of a latent frame's patch grid.
     """
@@ -66,10 +69,11 @@ class SequenceLayout:
             raise ValueError(
                 f"A layout needs at least one frame, row and column, got {self.num_frames} frames of {self.grid}."
             )
-        if not 0 <= self.text_len <= self.video_start <= self.video_stop <= self.seq_len:
+        video_stop = self.video_start + self.num_frames * self.rows_per_frame
+        if not 0 <= self.text_len <= self.video_start or video_stop != self.seq_len:
             raise ValueError(
-                f"Rows out of order: text_len={self.text_len}, video rows {self.video_start}..{self.video_stop}, "
-                f"seq_len={self.seq_len}."
+                "The text comes first and the target video last, which these are not: "
+                f"text_len={self.text_len}, video rows {self.video_start}..{video_stop}, seq_len={self.seq_len}."
             )
 
     @property
@@ -77,20 +81,12 @@ class SequenceLayout:
         """Rows of one latent frame."""
         return self.grid[0] * self.grid[1]
 
-    @property
-    def video_stop(self) -> int:
-        """One past the last row of the target video."""
-        return self.video_start + self.num_frames * self.rows_per_frame
-
-    @property
-    def global_ranges(self) -> tuple[RowRange, ...]:
-        """Row ranges outside the target video."""
-        return _merge([(0, self.video_start), (self.video_stop, self.seq_len)])
-
-    def frame_range(self, start: int, stop: int) -> RowRange:
-        """Return the row range of the frames `start` to `stop`, the last one excluded."""
-        rows = self.rows_per_frame
-        return self.video_start + start * rows, self.video_start + stop * rows
+    def rows(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the row range of a frame range; both are half open."""
+        return (
+            0 if start < 0 else self.video_start + start * self.rows_per_frame,
+            self.video_start + stop * self.rows_per_frame,
+        )
 
     @classmethod
     def from_indices(
@@ -108,7 +104,8 @@ class SequenceLayout:
             text_indices (`torch.Tensor` of shape `(num_text_tokens,)`): Rows of the text.
 
         Raises:
-            ValueError: Where the rows do not form a grid of equal frames or the text does not come first.
+            ValueError: Where the rows do not form a grid of equal frames, the text does not come first or the target
+                video not last.
         """
         positions = position_ids.detach().to("cpu", torch.float64)
         video = video_indices.detach().cpu()
@@ -162,43 +159,42 @@ def covers_clip(config: HybridAttentionConfig, num_frames: int) -> bool:
 
 
 @lru_cache(maxsize=32)
-def plan_window(config: HybridAttentionConfig, layout: SequenceLayout) -> tuple[AttentionGroup, ...]:
-    """Split the sequence into groups of query rows with equal key sets.
+def plan_window(config: HybridAttentionConfig, num_frames: int) -> tuple[AttentionGroup, ...]:
+    """Split the sequence into groups of queries with equal key sets.
 
     Returns:
-        `tuple[AttentionGroup, ...]`: The group of rows that see everything first (if any), then one group per distinct
-        window in frame order. Every row is a query of exactly one group.
+        `tuple[AttentionGroup, ...]`: The queries that see everything first, then one group per distinct window in
+        frame order. Every frame, and the global rows, are queries of exactly one group.
     """
-    last = layout.num_frames - 1
-    everything = ((0, layout.seq_len),)
-    dense_rows = list(layout.global_ranges)
-    windows: dict[tuple[RowRange, ...], list[RowRange]] = {}
-    for frame in range(layout.num_frames):
-        rows = layout.frame_range(frame, frame + 1)
+    num_frames = _constant(num_frames)
+    last = num_frames - 1
+    everything = ((-1, num_frames),)
+    dense = [GLOBAL]
+    windows: dict[tuple[FrameRange, ...], list[FrameRange]] = {}
+    for frame in range(num_frames):
         low, high = window_bounds(config, frame)
-        keys = [*layout.global_ranges, layout.frame_range(max(low, 0), min(high, last) + 1)]
+        keys = [GLOBAL, (max(low, 0), min(high, last) + 1)]
         if config.anchor_columns:
-            keys += [layout.frame_range(0, 1), layout.frame_range(last, last + 1)]
+            keys += [(0, 1), (last, num_frames)]
         keys = _merge(keys)
         if keys == everything or (config.anchor_rows and frame in (0, last)):
-            dense_rows.append(rows)
+            dense.append((frame, frame + 1))
         else:
-            windows.setdefault(keys, []).append(rows)
-    groups = [AttentionGroup(_merge(rows), keys) for keys, rows in windows.items()]
-    if dense_rows:
-        groups.insert(0, AttentionGroup(_merge(dense_rows), everything))
-    return tuple(groups)
+            windows.setdefault(keys, []).append((frame, frame + 1))
+    groups = [AttentionGroup(_merge(frames), keys) for keys, frames in windows.items()]
+    return AttentionGroup(_merge(dense), everything), *groups
 
 
 @lru_cache(maxsize=32)
-def plan_branch(config: HybridAttentionConfig, layout: SequenceLayout) -> BranchPlan:
+def plan_branch(config: HybridAttentionConfig, num_frames: int) -> BranchPlan:
     """Return the frames the linear branch carries and the boundary states each of them reads."""
-    first, stop = 0, layout.num_frames
-    if covers_clip(config, layout.num_frames):
+    num_frames = _constant(num_frames)
+    first, stop = 0, num_frames
+    if covers_clip(config, num_frames):
         stop = 0
     elif config.anchor_frames == "both":
         # Both anchors see and are seen by every row, so the branch has nothing to carry for them.
-        first, stop = 1, layout.num_frames - 1
+        first, stop = 1, num_frames - 1
     bounds = [window_bounds(config, frame) for frame in range(first, stop)]
     return BranchPlan(
         first_frame=first,
@@ -208,9 +204,14 @@ def plan_branch(config: HybridAttentionConfig, layout: SequenceLayout) -> Branch
     )
 
 
-def _merge(ranges: list[RowRange]) -> tuple[RowRange, ...]:
+def _constant(number: int) -> int:
+    """Return the number; under `torch.compile`, where it may be a variable, make it a constant of the graph."""
+    return len(range(number))
+
+
+def _merge(ranges: list[FrameRange]) -> tuple[FrameRange, ...]:
     """Sort half-open ranges, drop empty ones and join those that touch or overlap."""
-    merged: list[RowRange] = []
+    merged: list[FrameRange] = []
     for start, stop in sorted(item for item in ranges if item[0] < item[1]):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))

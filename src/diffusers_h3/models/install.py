@@ -1,6 +1,7 @@
 """Turn a MiniMax-H3 transformer into the hybrid one, in place."""
 
 import inspect
+import threading
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..attention_processors.hybrid import HybridAttnProcessor
 from ..hybrid.branch import SoftmaxGate, VideoDeltaAttention
 from ..hybrid.config import HybridAttentionConfig
 from ..hybrid.layout import SequenceLayout
+from ..hybrid.parallel import check_shares
 
 
 # Parameters the release computes with in float32 whatever the model's dtype: exponentials of them decay the state.
@@ -48,7 +50,8 @@ def apply_hybrid_attention(
         raise ValueError("This transformer already has hybrid attention.")
     if transformer._parallel_config is not None:
         raise ValueError(
-            "Hybrid attention does not run under context parallelism, which is already enabled on this transformer."
+            "Parallelism is already enabled on this transformer, for dense attention: call `apply_hybrid_attention` "
+            "first and `enable_parallelism` after it."
         )
     head_dim = transformer.config.attention_head_dim
     if config.linear_head_dim != head_dim:
@@ -78,49 +81,60 @@ def apply_hybrid_attention(
     for block, branch in zip(blocks, branches, strict=True):
         for name, module in branch.items():
             block.attn.add_module(name, module)
-        block.attn.sequence_layout = None
     transformer.set_attn_processor(HybridAttnProcessor())
     transformer._keep_in_fp32_modules = [
         *(name for name in transformer._keep_in_fp32_modules if name not in FLOAT32_PARAMETERS),
         *FLOAT32_PARAMETERS,
     ]
-    transformer.register_forward_pre_hook(_SetSequenceLayout(), with_kwargs=True)
+    # After the exchange a rank has its heads of all rows, so it needs the rotary angles of all rows.
+    transformer._cp_plan = {name: plan for name, plan in transformer._cp_plan.items() if name != "rope"}
+    carrier = _LayoutCarrier()
+    transformer.register_forward_pre_hook(carrier.derive, with_kwargs=True)
+    transformer.rope.register_forward_hook(carrier.attach)
     return transformer
 
 
-class _SetSequenceLayout:
-    """Forward pre-hook: derive the layout from the model's inputs and hand it to the model's own layers.
+class _LayoutCarrier:
+    """Derive the layout from the model's inputs and let it ride to the layers beside the rotary embedding.
 
-    It runs before any hook that shards the inputs. The layout of the last inputs is kept while those tensors live
+    The pre-hook runs before anything shards the inputs. As an argument of the blocks, and not state of theirs, the
+    layout stays with the call it belongs to (checkpointing runs blocks again later, threads share models), and
+    `torch.compile` takes its numbers as variables. The layout of the last inputs is kept while those tensors live
     unchanged, so a denoising loop, which passes the same ones at every step, reads them on the host once.
     """
 
     def __init__(self):
-        self._sources: list[tuple[weakref.ref, int]] = []
-        self._layout: SequenceLayout | None = None
+        self._calls = threading.local()
 
     def __reduce__(self):
         # What is remembered belongs to tensors of this process; a copy of the model starts afresh.
         return type(self), ()
 
     @torch.compiler.disable
-    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def derive(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the transformer."""
         inputs = _FORWARD_SIGNATURE.bind_partial(module, *args, **kwargs).arguments
         tensors = [inputs.get(name) for name in ("position_ids", "video_indices", "text_indices")]
         if any(tensor is None for tensor in tensors):
             return  # the forward pass itself names the missing argument
         if not self._remembers(tensors):
-            self._layout = SequenceLayout.from_indices(*tensors)
+            self._calls.layout = SequenceLayout.from_indices(*tensors)
             # Inference tensors do not count their changes, so they are read anew every time.
             counted = not any(tensor.is_inference() for tensor in tensors)
-            self._sources = [(weakref.ref(tensor), tensor._version) for tensor in tensors] if counted else []
-        for block in module.transformer_blocks:
-            block.attn.sequence_layout = self._layout
+            self._calls.sources = [(weakref.ref(tensor), tensor._version) for tensor in tensors] if counted else []
+        parallel = module._parallel_config and module._parallel_config.context_parallel_config
+        if parallel:
+            check_shares(parallel, self._calls.layout.seq_len, module.config.num_attention_heads)
+
+    def attach(self, module: torch.nn.Module, args: tuple, output: tuple) -> tuple:
+        """Forward hook of `rope`: ``(cos, sin)`` to ``(cos, sin, layout)``."""
+        return *output, self._calls.layout
 
     def _remembers(self, tensors: list[torch.Tensor]) -> bool:
-        return bool(self._sources) and all(
+        sources = getattr(self._calls, "sources", None)
+        return bool(sources) and all(
             source() is tensor and version == tensor._version
-            for (source, version), tensor in zip(self._sources, tensors, strict=True)
+            for (source, version), tensor in zip(sources, tensors, strict=True)
         )
 
 

@@ -6,9 +6,18 @@ from typing import Any
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.configuration_utils import register_to_config
+from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading
 
 from ..hybrid.config import HybridAttentionConfig
-from .adapters import adapter_keys, file_sha256, find_adapter_file, refuse_merged_adapter
+from .adapters import (
+    adapter_shapes,
+    check_adapter,
+    file_sha256,
+    find_adapter_file,
+    refuse_fusing,
+    refuse_merged_adapter,
+    refuse_unfused_projections,
+)
 from .install import FLOAT32_PARAMETERS, apply_hybrid_attention
 
 
@@ -94,14 +103,50 @@ class VDNH3Transformer3DModel(MiniMaxH3Transformer3DModel):
 
         Raises:
             ValueError: For an adapter of `config.fused_adapters`, recognised by the sha256 of its file or by the
-                adapter name in its keys, and for another one in a release's spelling, which no module matches.
+                adapter name in its keys, and for one that does not fit in whole: another spelling, modules this model
+                does not have or that do not run, other shapes. Nothing is loaded then.
         """
         source = pretrained_model_name_or_path_or_dict
         fused = self.config.fused_adapters or []
         if isinstance(source, dict):
-            refuse_merged_adapter(fused, source)
+            shapes, sha256 = {name: tensor.shape for name, tensor in source.items()}, None
         else:
             file = find_adapter_file(source, kwargs)
-            refuse_merged_adapter(fused, adapter_keys(file), file_sha256(file))
+            shapes, sha256 = adapter_shapes(file), file_sha256(file)
             source, kwargs["weight_name"] = str(file), file.name
+        refuse_merged_adapter(fused, shapes, sha256)
+        if shapes:
+            check_adapter(self, shapes, prefix)
         super().load_lora_adapter(source, prefix=prefix, hotswap=hotswap, **kwargs)
+        if kwargs.get("_pipeline") is None:
+            # With a pipeline, Diffusers itself lets the offload take in the new layers.
+            _maybe_remove_and_reapply_group_offloading(self)
+
+    def fuse_lora(
+        self, lora_scale: float = 1.0, safe_fusing: bool = False, adapter_names: list[str] | None = None
+    ) -> None:
+        """Add the active LoRAs to the weights.
+
+        Raises:
+            ValueError: If the weights are quantised or offloaded; nothing is changed then.
+        """
+        refuse_fusing(self)
+        super().fuse_lora(lora_scale, safe_fusing, adapter_names)
+
+    def unfuse_lora(self) -> None:
+        """Subtract the fused LoRAs from the weights again, up to rounding.
+
+        Raises:
+            ValueError: If the weights are quantised or offloaded; nothing is changed then.
+        """
+        refuse_fusing(self)
+        super().unfuse_lora()
+
+    def fuse_qkv_projections(self) -> None:
+        """Run Q, K and V of every attention as one projection.
+
+        Raises:
+            ValueError: If a LoRA runs beside one of them.
+        """
+        refuse_unfused_projections(self)
+        super().fuse_qkv_projections()

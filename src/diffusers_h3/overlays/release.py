@@ -14,6 +14,9 @@ STAGE_MARKER = "model_spec.json"
 
 _DEFAULT_CALLS = 50
 
+# Where ComfyUI keeps models of the kinds an overlay has.
+_SINGLE_FILE_FOLDERS = {"diffusion_models", "split_files", "text_encoders", "checkpoints", "unet"}
+
 
 def stages(files: dict[str, int]) -> list[str]:
     """Return the folders directly below a release's root that hold an overlay."""
@@ -42,6 +45,7 @@ def read_release(root: Folder, stage: str | None, choose: str) -> OverlayManifes
         raise SourceError(
             f"{root.location} holds no overlay: looked for overlay.json, or {BASE_FOLDER}/transformer beside folders "
             f"with {STAGE_MARKER}; found {some_of(sorted({name.split('/')[0] for name in files}), 8) or 'nothing'}."
+            f"{_other_kind(files)}"
         )
     if stage is None and len(found) > 1:
         raise SourceError(
@@ -73,6 +77,26 @@ def read_release(root: Folder, stage: str | None, choose: str) -> OverlayManifes
         "sampling": sampling,
     }
     return OverlayManifest.from_dict(content, origin=f"{root.location}/{stage}")
+
+
+def _other_kind(files: dict[str, int]) -> str:
+    """Say what files that are no release look like and what takes them; empty where they look like nothing known."""
+    weights = [PurePosixPath(name) for name in files if name.endswith((".safetensors", ".gguf"))]
+    if any("pruned" in path.name.lower() for path in weights):
+        return (
+            " Its weights are pruned (AdaLN input 8 instead of 2688), and no overlay fits those: take the full base "
+            "in Diffusers' layout, as in MiniMaxAI/MiniMax-H3."
+        )
+    if "transformer/config.json" in files:
+        return " It looks like a base in Diffusers' layout: a manifest of your own can name it as `base_transformer`."
+    if any(path.suffix == ".gguf" or _SINGLE_FILE_FOLDERS.intersection(path.parts[:-1]) for path in weights):
+        return (
+            " It looks like single-file checkpoints for another program, which are not read: take the base in "
+            "Diffusers' layout, as in MiniMaxAI/MiniMax-H3."
+        )
+    if weights:
+        return " If its weights are a LoRA, load them beside a pipeline's own with `load_lora_weights`."
+    return ""
 
 
 def _beside(subfolder: str) -> dict[str, Any]:

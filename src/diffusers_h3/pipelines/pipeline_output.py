@@ -31,20 +31,21 @@ class VDNH3PipelineOutput(BaseOutput):
     Args:
         frames (`list[list[PIL.Image.Image]]`, `np.ndarray` or `torch.Tensor`): One video as the request's
             `output_type` says: a list of one list of images, an array ``(1, frames, height, width, 3)`` or a tensor
-            ``(1, frames, 3, height, width)``, both in [0, 1]; or the latents.
+            ``(1, frames, 3, height, width)``, both in [0, 1]; or the latents. None, as `audio` is, on a rank that
+            shared the work and did not decode.
         audio (`torch.Tensor`): The sound, ``(1, 2, samples)`` in [-1, 1]; or the audio latents.
         sampling_rate (`int`): Samples per second and channel.
         fps (`int`): Frames per second.
         nonfinite (`tuple[str, ...]`): Which of `"video"` and `"audio"` held NaN or infinity when generated.
     """
 
-    frames: list[list[Image.Image]] | np.ndarray | torch.Tensor
-    audio: torch.Tensor
+    frames: list[list[Image.Image]] | np.ndarray | torch.Tensor | None
+    audio: torch.Tensor | None
     sampling_rate: int
     fps: int = 24
     nonfinite: tuple[str, ...] = ()
 
-    def save(self, path: str | os.PathLike, overwrite: bool = True) -> Path:
+    def save(self, path: str | os.PathLike, overwrite: bool = True) -> Path | None:
         """Write an mp4 of H.264 video and AAC stereo sound of equal length.
 
         Sound is cut or padded with silence to the length of the frames. The file appears under its name only when
@@ -56,7 +57,7 @@ class VDNH3PipelineOutput(BaseOutput):
             overwrite (`bool`): Whether an existing file may be replaced.
 
         Returns:
-            `Path`: the file written.
+            `Path`, *optional*: the file written; None on a rank that has no frames because rank 0 decoded them.
 
         Raises:
             ValueError: If frames or sound have another shape, or `path` another ending; nothing is written.
@@ -66,6 +67,8 @@ class VDNH3PipelineOutput(BaseOutput):
         path = Path(path)
         if path.suffix.lower() != ".mp4":
             raise ValueError(f"The file name must end in .mp4, got {path.name!r}.")
+        if self.frames is None and self.audio is None:
+            return None
         num_frames = media.check_frames(self.frames)
         media.check_audio(self.audio, self.sampling_rate)
         audio = media.fit_audio(self.audio[0], round(num_frames * self.sampling_rate / self.fps))

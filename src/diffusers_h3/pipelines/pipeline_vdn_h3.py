@@ -31,6 +31,7 @@ from .blocks import VDNH3Components, VDNH3CoreDenoiseStep, VDNH3KeyframesCoreDen
 from .lora import VDNH3LoraLoaderMixin
 from .memory import check_memory
 from .pipeline_output import VDNH3PipelineOutput
+from .ranks import Ranks
 from .source import resolve_source
 
 
@@ -232,7 +233,8 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
             num_frames (`int`): Frames at 24 per second: 124, 141, …, 345. Other counts in between are rounded up.
             num_inference_steps (`int`, *optional*): Transformer calls; by default what the weights were distilled
                 for, or 50.
-            generator (`torch.Generator`, *optional*): Source of all noise of the request.
+            generator (`torch.Generator`, *optional*): Source of all noise of the request. Under context parallelism
+                every rank draws what rank 0's generator gives.
             latents (`torch.Tensor`, *optional*): Video noise of shape ``(1, 24, latent_frames, height / 16,
                 width / 16)`` instead of a draw; it is left unchanged.
             audio_latents (`torch.Tensor`, *optional*): Audio noise of shape ``(2, 32, audio_latents)``.
@@ -250,11 +252,13 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
 
         Returns:
             [`VDNH3PipelineOutput`] or `tuple`: frames as `output_type` says, audio ``(1, 2, samples)`` in [-1, 1] at
-            `sampling_rate`. With `output_type="latent"` the two hold the latents.
+            `sampling_rate`. With `output_type="latent"` the two hold the latents. Under context parallelism every rank
+            has the latents and rank 0 alone decodes: on the others, frames and audio are None and `save` does nothing.
 
         Raises:
-            ValueError: If the request is not one the weights can serve, or its activations cannot fit on the GPU;
-                checked before any model runs.
+            ValueError: If the request is not one the weights can serve, its activations cannot fit on the GPU, or
+                ranks that share the transformer ask for different videos; checked before any model runs.
+            RuntimeError: Under context parallelism, if another rank ended or stopped answering.
         """
         if references is not None:
             raise ValueError(
@@ -275,6 +279,22 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
             num_inference_steps, self.config.num_inference_steps, force_num_inference_steps
         )
         check_memory(components, geometry, len(keyframes), prompt_embeds)
+        ranks = Ranks(self.transformer)
+        ranks.agree(
+            prompt=prompt,
+            image=image,
+            last_image=last_image,
+            height=geometry.height,
+            width=geometry.width,
+            num_frames=geometry.num_frames,
+            num_inference_steps=steps,
+            latents=latents,
+            audio_latents=audio_latents,
+            prompt_embeds=prompt_embeds,
+            text_token_tags=text_token_tags,
+            output_type=output_type,
+        )
+        generator = ranks.share_generator(generator)
 
         self._interrupt = False
         self._num_timesteps = steps
@@ -297,8 +317,9 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
         _encode_text(components, state, keyframes, prompt_embeds, text_token_tags)
         if keyframes:
             MiniMaxH3KeyframeVaeEncoderStep()(components, state)
-        (VDNH3KeyframesCoreDenoiseStep if keyframes else VDNH3CoreDenoiseStep)()(components, state)
-        output = _decode(components, state, output_type)
+        with ranks.together():
+            (VDNH3KeyframesCoreDenoiseStep if keyframes else VDNH3CoreDenoiseStep)()(components, state)
+        output = _decode(components, state, output_type, ranks)
         self.maybe_free_model_hooks()
         return output if return_dict else (output.frames, output.audio)
 
@@ -334,8 +355,10 @@ def _encode_text(
         MiniMaxH3TextEncoderStep()(components, state)
 
 
-def _decode(components: VDNH3Components, state: PipelineState, output_type: str) -> VDNH3PipelineOutput:
+def _decode(components: VDNH3Components, state: PipelineState, output_type: str, ranks: Ranks) -> VDNH3PipelineOutput:
     """Decode both modalities unless latents are asked for, and name the ones that hold NaN or infinity."""
+    if output_type != "latent" and not ranks.decodes:
+        return VDNH3PipelineOutput(None, None, components.audio_sampling_rate)
     tensors = {"video": [state.get("latents")], "audio": [state.get("audio_latents")]}
     if output_type != "latent":
         # Frames are asked for as tensors: in 8-bit images NaN could not be told from black.

@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 
 
 # B, F, S, H, D: single rows and frames, lengths that no tile divides, head dimensions below, at and between powers of
-# two, and clips longer than the 50 frames one program of the temporal convolution walks.
+# two, and clips of many frames.
 SIZES = (
     (1, 1, 1, 1, 16),
     (2, 2, 7, 3, 32),

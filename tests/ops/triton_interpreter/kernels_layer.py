@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 
 from diffusers_h3 import HybridAttentionConfig, HybridAttnProcessor, SequenceLayout
 from diffusers_h3.hybrid.branch import SoftmaxGate, VideoDeltaAttention
+from diffusers_h3.ops.short_conv import triton as short_conv
 
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
-STATISTICS = {"_frame_statistics_kernel", "_temporal_features_kernel", "_delta_factors_kernel"}
+FEATURES = {"_convolved_features_kernel", "_pointwise_features_kernel"}
+STATISTICS = FEATURES | {"_frame_statistics_kernel", "_delta_factors_kernel"}
 BRANCH = STATISTICS | {"_scan_kernel", "_bridge_states_kernel", "_readout_kernel"}
 LAYERS = {
     "released": BRANCH | {"_merge_two_kernel"},
@@ -26,7 +28,9 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer(name, launches):
+def test_layer(name, launches, monkeypatch):
+    # A pixel a thread is quicker to interpret; `kernels_short_conv` has the tiles that are used.
+    monkeypatch.setattr(short_conv, "TILES", dict.fromkeys((True, False), short_conv.Tile(1, 1, 4)))
     path = GOLDEN / f"layer_{name}.safetensors"
     with safe_open(path, "pt") as file:
         case = json.loads(file.metadata()["case"])
@@ -42,8 +46,8 @@ def test_layer(name, launches):
         key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(("attn.", "branch."))
     }
     attn.load_state_dict(weights)
-    attn.sequence_layout = SequenceLayout(**{**case["layout"], "grid": tuple(case["layout"]["grid"])})
+    layout = SequenceLayout(**{**case["layout"], "grid": tuple(case["layout"]["grid"])})
 
-    output = attn(tensors["hidden_states"].unsqueeze(0), (tensors["cos"], tensors["sin"]))
+    output = attn(tensors["hidden_states"].unsqueeze(0), (tensors["cos"], tensors["sin"], layout))
     assert set(launches) == LAYERS[name]
     assert (output[0] - tensors["output"]).norm() <= 5e-6 * tensors["output"].norm()

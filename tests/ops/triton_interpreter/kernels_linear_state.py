@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffusers_h3.hybrid.config import HybridAttentionConfig
-from diffusers_h3.hybrid.layout import SequenceLayout, plan_branch
+from diffusers_h3.hybrid.layout import plan_branch
 from diffusers_h3.ops.linear_state import linear_states, readout, reference
 
 
@@ -33,7 +33,7 @@ def _problem(draw, batch, frames, heads, dim):
 def test_states_of_plans(plan, bridge, agrees, draw):
     anchor_frames, chunk, radius, num_frames, branch_frames = plan
     config = HybridAttentionConfig(anchor_frames=anchor_frames, chunk=chunk, radius=radius)
-    branch = plan_branch(config, SequenceLayout(num_frames, 0, 0, num_frames, (1, 1)))
+    branch = plan_branch(config, num_frames)
     assert branch.num_frames == branch_frames
     tensors = _problem(draw, 2, branch_frames, 1 if branch_frames > 20 else 3, 16)
     kernels = STATES if branch_frames > 1 else STATES[2:]

@@ -13,6 +13,7 @@ from diffusers_h3.ops.window_attention.merge import merge_gated
 
 
 EDGE = 2**31
+GRID = (24, 42)
 FRAMES, ROWS, HEADS, DIM = 300, 1008, 56, 128
 # Statistics and states pass the edge by their heads, so that a scan has few frames to walk.
 STATE_FRAMES, STATE_HEADS = 5, 27_000
@@ -55,17 +56,31 @@ def _assert_close(actual, exact, limit=1e-5):
     assert (actual.double() - exact).norm() <= limit * exact.norm()
 
 
+@pytest.mark.parametrize(("heads", "packed"), [(3400, 1), (1200, 3)])
+def test_convolved_features(heads, packed, draw):
+    """As rows of their own, so that the output passes the edge as well, and as the last third of a projection.
+
+    The last program walks all frames of the last rows and columns.
+    """
+    features, channels = _rows(1, 5, ROWS, packed * heads * DIM)[..., -heads * DIM :], heads * DIM
+    spatial, temporal = (torch.empty(channels, 1, *size, dtype=torch.bfloat16) for size in ((5, 5), (5,)))
+    for rows in (features, spatial.movedim(0, -1), temporal.movedim(0, -1)):
+        rows[..., -DIM:] = draw(*rows.shape[:-1], DIM).bfloat16()
+    output = short_conv.convolved_features(features, spatial, temporal, GRID, heads, True)
+    corner = (features[..., -DIM:].double(), spatial[-DIM:].double(), temporal[-DIM:].double())
+    exact = short_conv.convolved_features(*corner, GRID, 1, True)
+    output, exact = (rows[:, :, :, -1].unflatten(2, GRID)[:, :, -2:, -2:] for rows in (output, exact))
+    _assert_close(output, exact, 2**-8)
+
+
 @pytest.mark.parametrize("packed", [False, True])
-def test_temporal_features(packed, draw):
-    """As rows of their own, so that the output passes the edge as well, and as the last third of a projection."""
+def test_pointwise_features(packed, draw):
     channels = HEADS * DIM
     features = _rows(1, 102, ROWS, 3 * channels)[..., 2 * channels :] if packed else _rows(1, FRAMES, ROWS, channels)
-    weight = draw(channels, 1, 5).bfloat16()
-    features[:, -4:, -16:, -DIM:] = draw(1, 4, 16, DIM).bfloat16()
-    output = short_conv.temporal_features(features, weight, HEADS, True)
-    corner = features[:, -4:, -16:, -DIM:].double()
-    exact = short_conv.temporal_features(corner, weight[-DIM:].double(), 1, True)
-    _assert_close(output[:, -2:, -16:, -1:], exact[:, -2:], 2**-8)
+    features[:, -1, -16:, -DIM:] = draw(1, 16, DIM).bfloat16()
+    output = short_conv.pointwise_features(features, HEADS, True)
+    exact = short_conv.pointwise_features(features[:, -1:, -16:, -DIM:].double(), 1, True)
+    _assert_close(output[:, -1:, -16:, -1:], exact, 2**-8)
 
 
 def test_frame_statistics_inputs(draw):

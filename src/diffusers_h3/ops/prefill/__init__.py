@@ -17,10 +17,11 @@ from .quantize import quantize_per_head
 
 __all__ = ["PrefillOptions", "prefill_attention", "prefill_refusal"]
 
-# Where `prefill="auto"` takes cuDNN: the smallest batch at which it was measured faster than one call per item, by
-# compute capability; a card not listed keeps one call per item. None on Hopper: at batches 1, 2 and 4 of 32,760 rows ×
-# 12 heads fa3 took 9.7, 19.0 and 37.2 ms and cuDNN 11.1, 22.1 and 44.5 ms (benchmarks/RESULTS.md, H200, 2026-12-02).
-_CUDNN_FROM_BATCH: dict[tuple[int, int], int | None] = {machine.HOPPER: None}
+# Where `prefill="auto"` takes cuDNN: from this batch on and up to this many keys, by compute capability; a card not
+# listed keeps one call per item. On Hopper (benchmarks/RESULTS.md, H200, 2026-12-02) cuDNN wins where keys are few:
+# 32,760 rows × 12 heads against 512 keys took 1.18 and 1.96 ms at batches 4 and 8, fa3 1.62 and 2.88; against 32,760
+# keys fa3 took 9.7, 19.0 and 37.2 ms at batches 1, 2 and 4 and cuDNN 11.1, 22.1 and 44.5.
+_CUDNN_MEASURED_FASTER: dict[tuple[int, int], tuple[int, int]] = {machine.HOPPER: (4, 512)}
 
 _DIRECT_DTYPES = (torch.float16, torch.bfloat16)
 _CAST_DTYPES = (torch.float32, torch.float64)
@@ -79,7 +80,7 @@ def prefill_refusal(
             return f"FlashInfer attention takes floating-point inputs of 16 bits or more; the {name} is {rows.dtype}."
 
     masked = mask is not None or attn_mask is not None or (is_causal and query.shape[1] != key.shape[1])
-    kernel = _kernel(options, capability, query.shape[0], head_dim, masked, softmax_scale, query.device.index)
+    kernel = _kernel(options, capability, *key.shape[:2], head_dim, masked, softmax_scale, query.device.index)
     head_dims = cudnn.HEAD_DIMS if kernel == "cudnn" else SINGLE_HEAD_DIMS
     if head_dim not in head_dims:
         return (
@@ -135,7 +136,7 @@ def prefill_attention(
             mask = mask == 0
     masked = mask is not None or (is_causal and num_queries != key.shape[1])
     capability = machine.cuda_capability(query.device.type, query.device.index)
-    kernel = _kernel(options, capability, batch, head_dim, masked, softmax_scale, query.device.index)
+    kernel = _kernel(options, capability, *key.shape[:2], head_dim, masked, softmax_scale, query.device.index)
     _announce(options, kernel, capability, batch > 1, masked)
 
     compute_dtype, scales = query.dtype, (None, None, None)
@@ -212,6 +213,7 @@ def _kernel(
     options: PrefillOptions,
     capability: tuple[int, int],
     batch: int,
+    num_keys: int,
     head_dim: int,
     masked: bool,
     softmax_scale: float | None,
@@ -227,11 +229,12 @@ def _kernel(
     if masked:
         # fa3 refuses masks, so fa2 takes them on every card.
         return "fa2"
-    smallest_batch = _CUDNN_FROM_BATCH.get(capability)
+    measured = _CUDNN_MEASURED_FASTER.get(capability)
     if (
         options.prefill == "auto"
-        and smallest_batch is not None
-        and batch >= smallest_batch
+        and measured is not None
+        and batch >= measured[0]
+        and num_keys <= measured[1]
         and head_dim in cudnn.HEAD_DIMS
         and _is_default_scale(softmax_scale, head_dim)
         and cudnn.device_refusal(device_index) is None

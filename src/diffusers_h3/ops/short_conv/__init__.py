@@ -1,34 +1,56 @@
-"""Depthwise short convolutions over space and time that turn projections into features of the linear branch."""
+"""Features of the linear branch: depthwise convolutions over space and time, SiLU and a norm per head."""
 
 import torch
 
 from ..precision import without_autocast
 from ..triton_support import use_triton
 from . import reference
-from .reference import spatial_conv
 
 
-__all__ = ["spatial_conv", "temporal_features"]
+__all__ = ["convolved_features", "pointwise_features"]
 
 
 @without_autocast
-def temporal_features(
-    features: torch.Tensor, weight: torch.Tensor | None, num_heads: int, normalize: bool, eps: float = 1e-6
+def convolved_features(
+    features: torch.Tensor,
+    spatial: torch.Tensor,
+    temporal: torch.Tensor,
+    grid: tuple[int, int],
+    num_heads: int,
+    normalize: bool,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Convolve over frames (depthwise, zero padded), apply SiLU and, for queries and keys, the L2 norm per head.
+    """Convolve over a frame's grid, then over frames (depthwise, zero padded), and apply `pointwise_features`.
 
     Args:
-        features (`torch.Tensor`): ``[B, F, S, H·D]``.
-        weight (`torch.Tensor`, *optional*): ``[H·D, 1, K]`` with odd ``K``; `None` skips the convolution.
+        features (`torch.Tensor`): ``[B, F, S, H·D]`` with rows in raster order, ``S = grid[0]·grid[1]``.
+        spatial (`torch.Tensor`): ``[H·D, 1, K, K]`` with odd ``K``.
+        temporal (`torch.Tensor`): ``[H·D, 1, K]`` with odd ``K``.
+        grid (`tuple[int, int]`): Rows and columns of a frame.
         num_heads (`int`): ``H``.
         normalize (`bool`): Whether to divide every head by its L2 norm.
         eps (`float`): Added to the squared norm.
 
     Returns:
-        `torch.Tensor`: ``[B, F, S, H, D]`` in the dtype of `features`, computed in float32 (float64 for float64).
+        `torch.Tensor`: ``[B, F, S, H, D]`` in the dtype of `features`. The reference also rounds to it between the
+        two convolutions; all else is float32 (float64 for float64).
     """
-    if use_triton(features, weight) and (weight is None or weight.shape[-1] == 5):
+    five_taps = spatial.shape[-2:] == (5, 5) and temporal.shape[-1] == 5
+    if use_triton(features, spatial, temporal) and five_taps:
         from . import triton
 
-        return triton.temporal_features(features, weight, num_heads, normalize, eps)
-    return reference.temporal_features(features, weight, num_heads, normalize, eps)
+        return triton.convolved_features(features, spatial, temporal, grid, num_heads, normalize, eps)
+    return reference.convolved_features(features, spatial, temporal, grid, num_heads, normalize, eps)
+
+
+@without_autocast
+def pointwise_features(features: torch.Tensor, num_heads: int, normalize: bool, eps: float = 1e-6) -> torch.Tensor:
+    """Apply SiLU and, for queries and keys, the L2 norm per head: ``[B, F, S, H·D]`` to ``[B, F, S, H, D]``.
+
+    Arguments and dtypes are those of `convolved_features`.
+    """
+    if use_triton(features):
+        from . import triton
+
+        return triton.pointwise_features(features, num_heads, normalize, eps)
+    return reference.pointwise_features(features, num_heads, normalize, eps)

@@ -1,14 +1,180 @@
-"""Temporal convolution, SiLU and L2 norm in one pass: every element is read once and written once."""
+"""Short convolutions, SiLU and L2 norm in one pass over the projection, and SiLU and norm alone."""
+
+# ruff: noqa: RUF005 - Triton concatenates tuples and does not unpack them.
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 
+class Tile(NamedTuple):
+    """What a thread of the convolution holds, `rows` × `columns` pixels of two channels, and the warps of a program.
+
+    More pixels share more of what is loaded, ``(rows + 4)·(columns + 4)`` values for ``rows·columns`` results, and
+    need more registers: four partial results a pixel and 30 taps, per channel.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# By whether the L2 norm follows. Neighbouring pixels of a program meet in the multiprocessor's cache, so wide programs
+# read less from outside it; the norm makes all warps of a program wait for each other, so it gets narrower ones.
+TILES = {True: Tile(3, 3, 4), False: Tile(3, 3, 4)}
+
+
 @triton.jit
-def _temporal_features_kernel(
+def _activate(b_y, eps, NORMALIZE: tl.constexpr):
+    b_y = b_y / (1.0 + tl.exp(-b_y))
+    if NORMALIZE:
+        b_y *= tl.rsqrt(tl.sum(b_y * b_y, axis=1, keep_dims=True) + eps)
+    return b_y
+
+
+@triton.jit
+def _convolved_features_kernel(
     p_x,
-    p_w,
+    p_spatial,
+    p_temporal,
+    p_o,
+    F,
+    GY,
+    GX,
+    H,
+    stride_xb,
+    stride_xf,
+    stride_xy,
+    stride_xs: tl.constexpr,
+    stride_of,
+    stride_oy,
+    eps,
+    D: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    RY: tl.constexpr,
+    RX: tl.constexpr,
+    BG: tl.constexpr,
+    BD: tl.constexpr,
+):
+    # One program walks all frames with RY rows of BG groups of RX columns and one head. Every value is loaded once a
+    # frame and serves all pixels around it that the thread holds. A frame's spatial results go into the five temporal
+    # sums they belong to: the oldest is complete, the other four wait in registers. Tuples are unrolled by pixel, and
+    # the row stride is a constant so that columns differ by immediate offsets.
+    tiles = tl.cdiv(GX, BG * RX)
+    i_y = tl.program_id(0) // tiles * RY
+    o_x = tl.program_id(0) % tiles * (BG * RX) + tl.arange(0, BG)[:, None] * RX
+    i_h, i_b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    o_d = i_h * D + tl.arange(0, BD)[None, :]
+    d_mask = tl.arange(0, BD)[None, :] < D
+    # Pointers advance frame by frame, so no offset ever leaves 64 bits. Inputs start two rows and columns, outputs
+    # two frames before the first; what lies outside is masked.
+    p_x += i_b * stride_xb + (i_y - 2).to(tl.int64) * stride_xy + (o_x - 2).to(tl.int64) * stride_xs + o_d
+    p_o += i_b * F * stride_of + i_y.to(tl.int64) * stride_oy + o_x.to(tl.int64) * (H * D) + o_d
+    p_o = p_o - stride_of - stride_of
+
+    spatial = ()
+    for tap in tl.static_range(25):
+        spatial = spatial + (tl.load(p_spatial + o_d * 25 + tap, mask=d_mask, other=0.0).to(tl.float32),)
+    temporal = ()
+    for tap in tl.static_range(5):
+        temporal = temporal + (tl.load(p_temporal + o_d * 5 + tap, mask=d_mask, other=0.0).to(tl.float32),)
+    b_zero = tl.zeros((BG, BD), tl.float32)
+    waiting = ()
+    for _ in tl.static_range(RY * RX):
+        waiting = waiting + ((b_zero, b_zero, b_zero, b_zero),)
+
+    for i_f in range(F + 2):
+        sums = ()
+        for _ in tl.static_range(RY * RX):
+            sums = sums + (b_zero,)
+        p_row = p_x
+        for y in tl.static_range(RY + 4):
+            # Row by row, which leaves the compiler few values to hold. As unsigned, what is negative is large.
+            in_rows = (i_f < F) & ((i_y + (y - 2)).to(tl.uint32) < GY)
+            b_row = ()
+            for x in tl.static_range(RX + 4):
+                mask = in_rows & ((o_x + (x - 2)).to(tl.uint32) < GX) & d_mask
+                b_row = b_row + (tl.load(p_row + x * stride_xs, mask=mask, other=0.0).to(tl.float32),)
+            p_row += stride_xy
+            added = ()
+            for i in tl.static_range(RY * RX):
+                b_y = sums[i]
+                if (y - i // RX >= 0) & (y - i // RX < 5):
+                    for x in tl.static_range(5):
+                        b_y += b_row[i % RX + x] * spatial[(y - i // RX) * 5 + x]
+                added = added + (b_y,)
+            sums = added
+        shifted = ()
+        for i in tl.static_range(RY * RX):
+            b_0, b_1, b_2, b_3 = waiting[i]
+            b_o = _activate(b_0 + sums[i] * temporal[4], eps, NORMALIZE)
+            mask = (i_f >= 2) & (i_y + i // RX < GY) & (o_x + i % RX < GX) & d_mask
+            tl.store(p_o + i // RX * stride_oy + i % RX * (H * D), b_o.to(p_o.dtype.element_ty), mask=mask)
+            b_0, b_1 = b_1 + sums[i] * temporal[3], b_2 + sums[i] * temporal[2]
+            shifted = shifted + ((b_0, b_1, b_3 + sums[i] * temporal[1], sums[i] * temporal[0]),)
+        waiting = shifted
+        p_x += stride_xf
+        p_o += stride_of
+
+
+@torch.library.custom_op("diffusers_h3::convolved_features", mutates_args=())
+def convolved_features(
+    features: torch.Tensor,
+    spatial: torch.Tensor,
+    temporal: torch.Tensor,
+    grid: list[int],
+    num_heads: int,
+    normalize: bool,
+    eps: float,
+) -> torch.Tensor:
+    """Launch the kernel; see the reference for shapes. Both convolutions have five taps a dimension."""
+    B, F, S, C = features.shape
+    D = C // num_heads
+    if features.stride(-1) != 1:
+        features = features.contiguous()
+    output = features.new_empty((B, F, S, num_heads, D))
+    tile = TILES[normalize]
+    BD = triton.next_power_of_2(D)
+    # Two channels a thread: more would need more registers for the taps.
+    BG = max(1, tile.warps * 64 // BD)
+    programs = triton.cdiv(grid[0], tile.rows) * triton.cdiv(grid[1], BG * tile.columns)
+    _convolved_features_kernel[(programs, num_heads, B)](
+        features,
+        spatial.contiguous(),
+        temporal.contiguous(),
+        output,
+        F,
+        grid[0],
+        grid[1],
+        num_heads,
+        features.stride(0),
+        features.stride(1),
+        grid[1] * features.stride(2),
+        features.stride(2),
+        output.stride(1),
+        grid[1] * C,
+        eps,
+        D=D,
+        NORMALIZE=normalize,
+        RY=tile.rows,
+        RX=tile.columns,
+        BG=BG,
+        BD=BD,
+        num_warps=tile.warps,
+    )
+    return output
+
+
+@convolved_features.register_fake
+def _(features, spatial, temporal, grid, num_heads, normalize, eps):
+    return _empty_features(features, num_heads)
+
+
+@triton.jit
+def _pointwise_features_kernel(
+    p_x,
     p_o,
     F,
     S,
@@ -17,81 +183,33 @@ def _temporal_features_kernel(
     stride_xb,
     stride_xf,
     stride_xs,
-    stride_of,
     eps,
-    HAS_CONV: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    SPAN: tl.constexpr,
     BS: tl.constexpr,
     BD: tl.constexpr,
 ):
-    # One program walks a span of frames of a tile of rows and one head, keeping the taps in registers: beyond the
-    # two frames around its span it reads nothing twice. The frame after next is loaded while this one is computed.
-    i_s, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    spans = tl.cdiv(F, SPAN)
-    i_b = (tl.program_id(2) // spans).to(tl.int64)
-    first = (tl.program_id(2) % spans) * SPAN
-    last = tl.minimum(first + SPAN, F)
-    o_s = (i_s * BS + tl.arange(0, BS)).to(tl.int64)
-    o_d = tl.arange(0, BD)
-    mask = (o_s < S)[:, None] & (o_d < D)[None, :]
-    # Pointers advance frame by frame, so no offset ever leaves 64 bits.
-    p_x += i_b * stride_xb + first.to(tl.int64) * stride_xf
-    p_x += o_s[:, None] * stride_xs + i_h * D + o_d[None, :]
-    p_o += i_b * F * stride_of + first.to(tl.int64) * stride_of
-    p_o += (o_s[:, None] * H + i_h) * D + o_d[None, :]
-
-    b_2 = tl.load(p_x, mask=mask, other=0.0)
-    if HAS_CONV:
-        p_w += (i_h * D + o_d) * 5
-        d_mask = o_d < D
-        w0 = tl.load(p_w, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-        w1 = tl.load(p_w + 1, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-        w2 = tl.load(p_w + 2, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-        w3 = tl.load(p_w + 3, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-        w4 = tl.load(p_w + 4, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-        b_0 = tl.load(p_x - 2 * stride_xf, mask=mask & (first > 1), other=0.0)
-        b_1 = tl.load(p_x - stride_xf, mask=mask & (first > 0), other=0.0)
-        b_3 = tl.load(p_x + stride_xf, mask=mask & (first + 1 < F), other=0.0)
-        b_4 = tl.load(p_x + 2 * stride_xf, mask=mask & (first + 2 < F), other=0.0)
-    p_x += AHEAD * stride_xf
-    for i_f in range(first, last):
-        b_ahead = tl.load(p_x, mask=mask & (i_f + AHEAD < F), other=0.0)
-        if HAS_CONV:
-            b_y = b_0.to(tl.float32) * w0 + b_1.to(tl.float32) * w1 + b_2.to(tl.float32) * w2
-            b_y += b_3.to(tl.float32) * w3 + b_4.to(tl.float32) * w4
-            b_0, b_1, b_2, b_3, b_4 = b_1, b_2, b_3, b_4, b_ahead
-        else:
-            b_y = b_2.to(tl.float32)
-            b_2 = b_ahead
-        b_y = b_y * tl.sigmoid(b_y)
-        if NORMALIZE:
-            b_y *= tl.rsqrt(tl.sum(b_y * b_y, axis=1, keep_dims=True) + eps)
-        tl.store(p_o, b_y.to(p_o.dtype.element_ty), mask=mask)
-        p_x += stride_xf
-        p_o += stride_of
+    i_h, i_f = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    o_s = (tl.program_id(0) * BS + tl.arange(0, BS)).to(tl.int64)[:, None]
+    o_d = tl.arange(0, BD)[None, :]
+    mask = (o_s < S) & (o_d < D)
+    p_x += i_f // F * stride_xb + i_f % F * stride_xf + i_h * D
+    b_x = tl.load(p_x + o_s * stride_xs + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_o = _activate(b_x, eps, NORMALIZE)
+    tl.store(p_o + ((i_f * S + o_s) * H + i_h) * D + o_d, b_o.to(p_o.dtype.element_ty), mask=mask)
 
 
-@torch.library.custom_op("diffusers_h3::temporal_features", mutates_args=())
-def temporal_features(
-    features: torch.Tensor, weight: torch.Tensor | None, num_heads: int, normalize: bool, eps: float
-) -> torch.Tensor:
+@torch.library.custom_op("diffusers_h3::pointwise_features", mutates_args=())
+def pointwise_features(features: torch.Tensor, num_heads: int, normalize: bool, eps: float) -> torch.Tensor:
     """Launch the kernel; see the reference for shapes."""
     B, F, S, C = features.shape
     D = C // num_heads
     if features.stride(-1) != 1:
         features = features.contiguous()
-    if weight is not None:
-        weight = weight.contiguous()
     output = features.new_empty((B, F, S, num_heads, D))
     BD = triton.next_power_of_2(D)
     BS = max(1, min(16, 2048 // BD))
-    # Spans give the card enough programs; each costs four frames read a second time.
-    span = 50 if weight is not None else 1
-    _temporal_features_kernel[(triton.cdiv(S, BS), num_heads, B * triton.cdiv(F, span))](
+    _pointwise_features_kernel[(triton.cdiv(S, BS), num_heads, B * F)](
         features,
-        weight,
         output,
         F,
         S,
@@ -100,12 +218,8 @@ def temporal_features(
         features.stride(0),
         features.stride(1),
         features.stride(2),
-        output.stride(1),
         eps,
-        HAS_CONV=weight is not None,
         NORMALIZE=normalize,
-        AHEAD=3 if weight is not None else 1,
-        SPAN=span,
         BS=BS,
         BD=BD,
         num_warps=4,
@@ -113,7 +227,10 @@ def temporal_features(
     return output
 
 
-@temporal_features.register_fake
-def _(features, weight, num_heads, normalize, eps):
-    B, F, S, C = features.shape
-    return features.new_empty((B, F, S, num_heads, C // num_heads))
+@pointwise_features.register_fake
+def _(features, num_heads, normalize, eps):
+    return _empty_features(features, num_heads)
+
+
+def _empty_features(features: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return features.new_empty((*features.shape[:-1], num_heads, features.shape[-1] // num_heads))

@@ -24,11 +24,11 @@ def sliced_attention(
         query, key, value (`torch.Tensor`): ``[B, T, H, D]``, all of one dtype.
         gate (`torch.Tensor`, *optional*): ``[B, T, H]``, before the sigmoid.
         scales (`tuple`, *optional*): Per-head scales ``[B, H]`` float32 of fp8 query, key and value.
-        window (`SlicedWindow`): From `slice_groups`.
+        window (`SlicedWindow`): From `slice_groups`, in rows.
         backend (`str`): A kernel backend or `"auto"`.
         dtype (`torch.dtype`): Of the output.
     """
-    flat = [[bound for rows in ranges for bound in rows] for ranges in window]
+    flat = [[bound for bounds in ranges for bound in bounds] for ranges in window]
     return _sliced_attention(query, key, value, gate, list(scales) if scales else [], *flat, backend, dtype)
 
 

@@ -1,0 +1,117 @@
+"""The committed table is what its script makes of the committed results, and every entry is what it says."""
+
+import importlib
+import json
+import pathlib
+
+import pytest
+
+from diffusers_h3.planning.cards import find_card
+from diffusers_h3.planning.estimate import MEASURED, Settings, estimate
+from diffusers_h3.planning.measured import measurements
+
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def measured_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("measured_table")
+
+
+def test_the_committed_table_is_what_the_script_makes(measured_table):
+    assert measured_table.TABLE.read_text() == measured_table.table(), "run benchmarks/measured_table.py"
+
+
+def test_every_entry_has_the_rows_of_its_request_and_a_known_card():
+    for entry in measurements():
+        assert entry.clip.rows == entry.rows
+        assert find_card(entry.card).rates is not None
+        assert entry.peak_gb > entry.weights_gb > 0
+        assert entry.model in ("hybrid", "dense")
+
+
+def test_both_precisions_were_measured():
+    assert {entry.precision for entry in measurements() if entry.model == "hybrid"} == {"bf16", "fp8"}
+
+
+def test_the_published_run_comes_back_as_it_was_measured():
+    """The figures of benchmarks/RESULTS.md on 2026-12-02; later runs of the same request may replace them."""
+    (entry,) = (
+        entry
+        for entry in measurements()
+        if (entry.model, entry.precision, entry.frames, entry.date) == ("hybrid", "fp8", 345, "2026-12-02")
+        and entry.attention_precision == "bf16"
+        and entry.offload == "none"
+    )
+    assert [round(value, 2) for value in (entry.seconds_per_call, entry.peak_gb, entry.weights_gb)] == [
+        9.99,
+        65.15,
+        49.41,
+    ]
+    found = estimate(Settings(entry.clip, "fp8"), find_card("H200"))
+    assert found.basis == MEASURED
+
+
+RUN = {
+    "run": "hybrid:fp8:fp8",
+    "frames": 345,
+    "height": 768,
+    "width": 1344,
+    "text_rows": 200,
+    "compiled": True,
+    "weights_gb": 49.4,
+    "rows": 104_166,
+    "s_per_call": 8.0,
+    "finite": True,
+    "peak_gb": 60.0,
+}
+
+
+def make_table(measured_table, folder, *runs, layers=50, **versions):
+    environment = {"date": "2026-12-03", "device": "NVIDIA H200", "torch": "2.11.0", **versions}
+    content = {"environment": environment, "settings": {"layers": layers}, "runs": list(runs)}
+    (folder / "run.json").write_text(json.dumps(content))
+    (folder / "other.json").write_text(json.dumps({"sections": {}}))
+    return json.loads(measured_table.table(folder))
+
+
+def test_a_run_becomes_an_entry(measured_table, tmp_path):
+    assert make_table(measured_table, tmp_path, RUN) == [
+        {
+            "card": "NVIDIA H200",
+            "date": "2026-12-03",
+            "versions": {"torch": "2.11.0"},
+            "model": "hybrid",
+            "height": 768,
+            "width": 1344,
+            "frames": 345,
+            "text_rows": 200,
+            "rows": 104_166,
+            "precision": "fp8",
+            "attention_precision": "fp8",
+            "offload": "none",
+            "compiled": True,
+            "memory_cap_gb": None,
+            "seconds_per_call": 8.0,
+            "peak_gb": 60.0,
+            "weights_gb": 49.4,
+        }
+    ]
+
+
+def test_what_a_run_says_of_itself_is_kept(measured_table, tmp_path):
+    own = {"height": 480, "width": 832, "text_rows": 77, "offload": "block", "compiled": False, "memory_cap_gb": 24}
+    (entry,) = make_table(measured_table, tmp_path, RUN | own | {"run": "hybrid:bf16"}, torch="2.12")
+    assert own.items() <= entry.items()
+    assert (entry["precision"], entry["attention_precision"]) == ("bf16", "bf16")
+    assert entry["versions"] == {"torch": "2.12"}
+
+
+@pytest.mark.parametrize("change", [{"finite": False}, {"peak_gb": None}, {"s_per_call": None}])
+def test_runs_that_say_nothing_about_the_full_model_are_left_out(measured_table, tmp_path, change):
+    unusable = {name: value for name, value in (RUN | change).items() if value is not None}
+    failed = {"run": "hybrid:bf16", "frames": 345, "failed": "out of memory"}
+    assert make_table(measured_table, tmp_path, unusable, failed) == []
+    assert make_table(measured_table, tmp_path, RUN, layers=5) == []

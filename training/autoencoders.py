@@ -1,0 +1,130 @@
+"""Stages `video-vae` and `audio-vae`: reconstruct, with a posterior pulled lightly towards a normal one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio
+
+from . import components, data
+from .loop import Losses, Schedule, fit
+
+
+# 17 frames make five latents, of which a later chunk's last three are dropped: 22 frames hold both kinds of chunk.
+WINDOW_FRAMES = 22
+
+_KL_WEIGHT = 1e-3
+_CHROMA_WEIGHT = 20.0
+_STFT_SIZES = (512, 2048)
+# Clips whose latents' mean and deviation are stored.
+STATISTICS_CLIPS = 64
+
+
+def to_pixels(video: torch.Tensor) -> torch.Tensor:
+    """Map RGB in [0, 1], ``[B, 3, T, H, W]``, to the values the VAE encodes."""
+    mean, std = (torch.tensor(values, device=video.device) for values in (components.PIXEL_MEAN, components.PIXEL_STD))
+    return (video - mean[:, None, None, None]) / std[:, None, None, None]
+
+
+def random_scenes(count: int, generator: torch.Generator) -> data.Scenes:
+    """Draw training scenes from a step's generator, on its device."""
+    seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
+    return data.draw_scenes(count, seed).to(generator.device)
+
+
+def train_video_vae(
+    run: Path,
+    schedule: Schedule,
+    device: torch.device,
+    batch: int = 32,
+    size: int = data.SIZE,
+    statistics_clips: int = STATISTICS_CLIPS,
+    seed: int = 0,
+) -> AutoencoderKLMiniMaxH3:
+    """Train the video VAE on windows of 22 frames of `size` pixels and save it with its latents' statistics."""
+    torch.manual_seed(seed)
+    vae = components.make_vae().to(device)
+
+    def losses(generator: torch.Generator) -> Iterator[Losses]:
+        scenes = random_scenes(batch, generator)
+        first = torch.randint(
+            data.NUM_FRAMES - WINDOW_FRAMES + 1, (batch,), generator=generator, device=generator.device
+        )
+        video = data.render_video(scenes, first, WINDOW_FRAMES, size=size)
+        pixels = to_pixels(video)
+        posterior = vae.encode(pixels).latent_dist
+        difference = vae.decode(posterior.sample(generator=generator)).sample - pixels
+        divergence = 0.5 * (posterior.mean.square() + posterior.var - 1.0 - posterior.logvar).mean()
+        # Shapes fill a twentieth of a frame, and only they are colourful: they weigh as much as the background.
+        chroma = video.amax(1, keepdim=True) - video.amin(1, keepdim=True)
+        error = ((1 + _CHROMA_WEIGHT * chroma) * (difference.square() + difference.abs())).mean()
+        # Of pixels in [0, 1], as a PSNR is stated.
+        squared = (
+            difference.detach() * torch.tensor(components.PIXEL_STD, device=device)[:, None, None, None]
+        ).square()
+        decibels = -10 * squared.mean().log10()
+        shape_decibels = -10 * ((squared * chroma).mean() / chroma.mean()).log10()
+        loss = error + _KL_WEIGHT * divergence
+        yield {"loss": loss, "kl": divergence, "psnr": decibels, "shape_psnr": shape_decibels}
+
+    fit(run / "video_vae", vae, losses, schedule, device, seed)
+    with torch.no_grad():
+        scenes = data.draw_scenes(statistics_clips, seed).to(device)
+        latents = torch.cat(
+            [
+                vae.encode(to_pixels(data.render_video(scenes[part], size=size))).latent_dist.mode()
+                for part in torch.arange(statistics_clips).split(4)
+            ]
+        )
+    mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
+    vae.register_to_config(latents_mean=tuple(mean.tolist()), latents_std=tuple(std.tolist()))
+    vae.save_pretrained(run / "video_vae" / "model")
+    return vae.eval()
+
+
+def train_audio_vae(
+    run: Path,
+    schedule: Schedule,
+    device: torch.device,
+    batch: int = 8,
+    num_latents: int = 207,
+    statistics_clips: int = STATISTICS_CLIPS,
+    seed: int = 0,
+) -> AutoencoderKLMiniMaxH3Audio:
+    """Train the audio VAE on single channels of `num_latents` latents and save it with its latents' statistics."""
+    torch.manual_seed(seed)
+    vae = components.make_audio_vae().to(device)
+
+    def losses(generator: torch.Generator) -> Iterator[Losses]:
+        wave = data.render_audio(random_scenes(batch, generator), num_latents).flatten(0, 1)[:, None]
+        posterior = vae.encode(wave).latent_dist
+        reconstructed = vae.decode(posterior.sample(generator=generator)).sample
+        error = (reconstructed - wave).square().mean()
+        spectral = sum(_spectral_distance(reconstructed[:, 0], wave[:, 0], size) for size in _STFT_SIZES)
+        divergence = (0.5 * (posterior.mean.square() + posterior.std.square() - 1.0) - posterior.logs).mean()
+        decibels = -10 * (error.detach() / wave.square().mean()).log10()
+        loss = 10 * error + (reconstructed - wave).abs().mean() + 0.1 * spectral + _KL_WEIGHT * divergence
+        yield {"loss": loss, "error": error, "kl": divergence, "snr": decibels}
+
+    fit(run / "audio_vae", vae, losses, schedule, device, seed)
+    with torch.no_grad():
+        scenes = data.draw_scenes(statistics_clips, seed).to(device)
+        wave = data.render_audio(scenes, num_latents).flatten(0, 1)[:, None]
+        latents = torch.cat([vae.encode(part).latent_dist.mode() for part in wave.split(8)])
+    vae.register_to_config(latents_mean=latents.mean((0, 2)).tolist(), latents_std=latents.std((0, 2)).tolist())
+    vae.save_pretrained(run / "audio_vae" / "model")
+    return vae.eval()
+
+
+def load_autoencoders(run: Path, device: torch.device) -> tuple[AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio]:
+    """Load what the two stages saved, frozen."""
+    video = AutoencoderKLMiniMaxH3.from_pretrained(run / "video_vae" / "model", local_files_only=True)
+    audio = AutoencoderKLMiniMaxH3Audio.from_pretrained(run / "audio_vae" / "model", local_files_only=True)
+    return video.requires_grad_(False).eval().to(device), audio.requires_grad_(False).eval().to(device)
+
+
+def _spectral_distance(first: torch.Tensor, second: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the mean distance of the two waves' magnitudes, relative to the second's loudest bin."""
+    window = torch.hann_window(size, device=first.device)
+    spectra = [torch.stft(wave, size, size // 4, window=window, return_complex=True).abs() for wave in (first, second)]
+    return (spectra[0] - spectra[1]).abs().mean() / spectra[1].detach().abs().mean()

@@ -1,0 +1,83 @@
+"""Stage `dense`: a stock MiniMax-H3 transformer by flow matching on video and sound, each on its own schedule."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from diffusers import MiniMaxH3Transformer3DModel
+
+from diffusers_h3.demo.components import AUDIO_SHIFT, VIDEO_SHIFT
+
+from . import components
+from .latents import Batch, LatentPool
+from .loop import Losses, Schedule, fit, load_weights
+from .packing import shifted, velocity
+
+
+def noised(
+    batch: Batch, fraction: float, generator: torch.Generator
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], tuple[float, float]]:
+    """Mix noise into a batch at one fraction of both schedules.
+
+    Returns:
+        `tuple`: the noisy video and audio rows, their data-ward velocities (clean − noise), and the times `1 − σ`.
+    """
+    sigmas = shifted(fraction, VIDEO_SHIFT), shifted(fraction, AUDIO_SHIFT)
+    clean = batch.video, batch.audio
+    noise = [torch.randn(rows.shape, generator=generator, device=rows.device) for rows in clean]
+    noisy = tuple((1 - s) * c + s * n for s, c, n in zip(sigmas, clean, noise, strict=True))
+    flow = tuple(c - n for c, n in zip(clean, noise, strict=True))
+    return noisy, flow, (1 - sigmas[0], 1 - sigmas[1])
+
+
+def fractions(parts: int, generator: torch.Generator) -> list[float]:
+    """Draw one fraction of the schedule from each of `parts` equal strata: a whole batch covers it evenly."""
+    offsets = torch.rand(parts, generator=generator, device=generator.device).tolist()
+    return [(index + offset) / parts for index, offset in enumerate(offsets)]
+
+
+def flow_losses(
+    transformer: MiniMaxH3Transformer3DModel, batch: Batch, fraction: float, generator: torch.Generator
+) -> Losses:
+    """Return the flow-matching losses of one part: all its clips share the two times, as diffusers' tables do."""
+    noisy, flow, times = noised(batch, fraction, generator)
+    predicted = velocity(transformer, batch.packing, *noisy, batch.text, times)
+    video, audio = ((p - f).square().mean() for p, f in zip(predicted, flow, strict=True))
+    return {"loss": video + audio, "video": video, "audio": audio}
+
+
+def train_dense(
+    run: Path,
+    schedule: Schedule,
+    device: torch.device,
+    pool: LatentPool,
+    batch: int = 64,
+    parts: int = 4,
+    seed: int = 0,
+) -> MiniMaxH3Transformer3DModel:
+    """Train the dense transformer on `parts` batches per step, at as many times."""
+    torch.manual_seed(seed)
+    transformer = components.make_transformer(pool.text_dim).to(device)
+
+    def losses(generator: torch.Generator) -> Iterator[Losses]:
+        for fraction in fractions(parts, generator):
+            yield flow_losses(transformer, pool.draw(batch, generator), fraction, generator)
+
+    fit(run / "dense", transformer, losses, schedule, device, seed)
+    return transformer
+
+
+def load_dense(run: Path, device: torch.device, text_dim: int) -> MiniMaxH3Transformer3DModel:
+    """Load the dense transformer with the rounding the release stores it in, computed in float32 and frozen."""
+    transformer = components.make_transformer(text_dim)
+    load_weights(transformer, run / "dense")
+    round_to_release(transformer)
+    return transformer.float().requires_grad_(False).to(device)
+
+
+def round_to_release(transformer: MiniMaxH3Transformer3DModel) -> None:
+    """Cast to the release's mixed precision in place: bfloat16 but for its float32 islands."""
+    islands = transformer._keep_in_fp32_modules
+    for name, parameter in transformer.named_parameters():
+        if not any(island in name for island in islands):
+            parameter.data = parameter.data.to(torch.bfloat16)
