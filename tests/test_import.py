@@ -116,6 +116,16 @@ def test_import_loads_nothing_heavy():
     assert set(loaded) & {*HEAVY, *OPTIONAL} == set()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module", ["attention_processors.flashinfer_backend", "attention_processors.hybrid", "models.install", "cli.plan"]
+)
+def test_any_module_may_be_imported_first(module):
+    """Registration with Diffusers runs inside imports of it, which any of these may be the first to make."""
+    code = "from diffusers.models.attention_dispatch import AttentionBackendName as names"
+    assert _run(f"import diffusers_h3.{module}\n{code}\nprint(names('flashinfer').name)") == "FLASHINFER\n"
+
+
 def test_import_is_fast():
     """At most 0.2 s over an empty interpreter; taken in turns, so that both see the same machine."""
 

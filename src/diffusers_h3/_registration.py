@@ -42,7 +42,7 @@ def _register_components(loading_utils: ModuleType) -> None:
 
 def _register_attention_backend(_: ModuleType) -> None:
     """Give Diffusers' attention dispatch the public backend name `"flashinfer"`."""
-    importlib.import_module(f"{_PACKAGE}.attention_processors.flashinfer_backend").register_backend()
+    importlib.import_module(f"{_PACKAGE}.attention_processors.flashinfer_backend")
 
 
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {

@@ -169,3 +169,7 @@ def _check_parallel(parallel_config: "ParallelConfig", query: torch.Tensor) -> N
             f"{query.shape[2]} attention heads cannot be shared by {config.ulysses_degree} ranks: choose a "
             "`ulysses_degree` that divides them, or pass `ulysses_anything=True` to `ContextParallelConfig`."
         )
+
+
+# At the end of the import, whichever of this module and Diffusers' dispatch was asked for first.
+register_backend()
