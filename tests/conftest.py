@@ -96,3 +96,46 @@ def hub_server_class():
     sys.modules[specification.name] = module
     specification.loader.exec_module(module)
     return module.HubServer
+
+
+@pytest.fixture(scope="session")
+def make_request():
+    """A function packing a request of a tiny model by Diffusers' own block: `forward`'s arguments, random contents."""
+    # Imported here: most tests need no Diffusers.
+    import torch
+    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+
+    def make(text=3, num_frames=7, grid=(2, 3), audio=2, keyframes=(), batch=1, seed=2):
+        generator = torch.Generator().manual_seed(seed)
+        position_ids, token_tags, video_indices, audio_indices, text_indices, num_condition_rows, _ = (
+            MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+                torch.ones(text, dtype=torch.long),
+                num_latent_frames=num_frames,
+                latent_height=2 * grid[0],
+                latent_width=2 * grid[1],
+                num_audio_latents=audio,
+                patch_size=(1, 2, 2),
+                audio_channels=2,
+                audio_tag=2,
+                video_tag=0,
+                keyframe_anchors=keyframes,
+            )
+        )
+        # Conditions are clean, audio and target video are at noise levels of their own.
+        timestep_indices = torch.zeros(len(position_ids), dtype=torch.long)
+        timestep_indices[audio_indices] = 1
+        timestep_indices[video_indices[num_condition_rows:]] = 2
+        return {
+            "hidden_states": torch.randn(batch, len(video_indices), 16, generator=generator),
+            "audio_hidden_states": torch.randn(batch, len(audio_indices), 6, generator=generator),
+            "encoder_hidden_states": torch.randn(batch, text, 20, generator=generator),
+            "timestep": torch.tensor([1.0, 0.6, 0.4]),
+            "timestep_indices": timestep_indices,
+            "token_tags": token_tags,
+            "position_ids": position_ids,
+            "video_indices": video_indices,
+            "audio_indices": audio_indices,
+            "text_indices": text_indices,
+        }
+
+    return make

@@ -9,6 +9,8 @@ from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
+from .planning.cards import dotted
+
 
 OK, MISSING, FAILED = "ok", "missing", "failed"
 REQUIRED, FASTER, OPTIONAL = "required", "faster", "optional"
@@ -94,7 +96,7 @@ def _gpus() -> list[Check]:
     indices = range(torch.cuda.device_count())
     if max(map(torch.cuda.get_device_capability, indices)) >= MINIMUM_CAPABILITY:
         return [Check(_GPU, OK, _describe_gpu(index), REQUIRED) for index in indices]
-    reason = f"compute capability {_dotted(MINIMUM_CAPABILITY)} or newer is needed"
+    reason = f"compute capability {dotted(MINIMUM_CAPABILITY)} or newer is needed"
     return [
         Check(_GPU, MISSING, f"{_describe_gpu(index)}; {reason}", REQUIRED, None, _GPU_EFFECT) for index in indices
     ]
@@ -238,8 +240,8 @@ def _low_precision() -> list[Check]:
         ("MXFP8 linear layers", MXFP8_LINEARS_CAPABILITY, "fp8 scaled by blocks of 32, on data-centre Blackwell"),
     ):
         if best is None or best < capability:
-            card = "no GPU" if best is None else f"the best card here has {_dotted(best)}"
-            found = f"needs compute capability {_dotted(capability)}, {card}"
+            card = "no GPU" if best is None else f"the best card here has {dotted(best)}"
+            found = f"needs compute capability {dotted(capability)}, {card}"
             checks.append(Check(name, MISSING, found, OPTIONAL, None, effect))
         elif not installed:
             command = "pip install 'diffusers-h3[fp8]'"
@@ -308,10 +310,6 @@ def _disk() -> list[Check]:
         return [Check(_DISK, MISSING, str(error).partition(" Free some")[0], REQUIRED, command, effect)]
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     return [Check(_DISK, OK, f"{free / 1e9:.0f} GB free; an overlay takes {total}", REQUIRED)]
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 _GPU, _DRIVER, _TORCH, _DIFFUSERS, _DISK = "GPU", "driver", "torch", "diffusers", "disk for an overlay"

@@ -1,5 +1,6 @@
 """Tiny hybrid models and requests of any number of heads and rows, and processes to run them in."""
 
+import functools
 import os
 import pathlib
 import subprocess
@@ -7,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
 from diffusers_h3 import HybridAttentionConfig, VDNH3Transformer3DModel
 
@@ -47,41 +47,9 @@ def make_model():
 
 
 @pytest.fixture(scope="session")
-def make_request():
+def make_request(make_request):
     """A function packing a request of 7 frames of 6 rows and 4 of audio: 46 rows besides text and keyframes."""
-
-    def make(text=4, keyframes=(), num_frames=7):
-        layout = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
-            torch.ones(text, dtype=torch.long),
-            num_latent_frames=num_frames,
-            latent_height=4,
-            latent_width=6,
-            num_audio_latents=2,
-            patch_size=(1, 2, 2),
-            audio_channels=2,
-            audio_tag=2,
-            video_tag=0,
-            keyframe_anchors=keyframes,
-        )
-        position_ids, token_tags, video_indices, audio_indices, text_indices, num_condition_rows, _ = layout
-        timestep_indices = torch.zeros(len(position_ids), dtype=torch.long)
-        timestep_indices[audio_indices] = 1
-        timestep_indices[video_indices[num_condition_rows:]] = 2
-        generator = torch.Generator().manual_seed(1)
-        return {
-            "hidden_states": torch.randn(1, len(video_indices), 16, generator=generator),
-            "audio_hidden_states": torch.randn(1, len(audio_indices), 6, generator=generator),
-            "encoder_hidden_states": torch.randn(1, text, 20, generator=generator),
-            "timestep": torch.tensor([1.0, 0.6, 0.4]),
-            "timestep_indices": timestep_indices,
-            "token_tags": token_tags,
-            "position_ids": position_ids,
-            "video_indices": video_indices,
-            "audio_indices": audio_indices,
-            "text_indices": text_indices,
-        }
-
-    return make
+    return functools.partial(make_request, text=4, seed=1)
 
 
 @pytest.fixture(scope="session")

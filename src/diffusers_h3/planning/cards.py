@@ -133,3 +133,8 @@ def card_of_device(device: str, total_bytes: int, capability: tuple[int, int]) -
 
 def _plain(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    """Write a compute capability as NVIDIA does: `(8, 9)` as `"8.9"`."""
+    return ".".join(map(str, capability))

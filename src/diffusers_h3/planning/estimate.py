@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from .cards import FP8_ATTENTION_CAPABILITY, FP8_LINEARS_CAPABILITY, MINIMUM_CAPABILITY, Card, find_card
+from .cards import FP8_ATTENTION_CAPABILITY, FP8_LINEARS_CAPABILITY, MINIMUM_CAPABILITY, Card, dotted, find_card
 from .measured import Measurement, measurements
 from .workload import INNER_DIM, Clip, model_seconds, moved_bytes, resident_bytes
 
@@ -64,13 +64,13 @@ def precision_refusal(card: Card, precision: str, attention_precision: str) -> s
     """Say why a card cannot compute in these precisions, in one sentence, or return None."""
     if card.capability is None:
         return None
-    has = f"{card.name} has {_dotted(card.capability)}"
+    has = f"{card.name} has {dotted(card.capability)}"
     if card.capability < MINIMUM_CAPABILITY:
-        return f"The attention kernels need compute capability {_dotted(MINIMUM_CAPABILITY)} or newer, and {has}."
+        return f"The attention kernels need compute capability {dotted(MINIMUM_CAPABILITY)} or newer, and {has}."
     if precision == "fp8" and card.capability < FP8_LINEARS_CAPABILITY:
-        return f"fp8 linear layers need compute capability {_dotted(FP8_LINEARS_CAPABILITY)} or newer, and {has}."
+        return f"fp8 linear layers need compute capability {dotted(FP8_LINEARS_CAPABILITY)} or newer, and {has}."
     if attention_precision == "fp8" and card.capability != FP8_ATTENTION_CAPABILITY:
-        return f"fp8 attention exists for compute capability {_dotted(FP8_ATTENTION_CAPABILITY)} alone, and {has}."
+        return f"fp8 attention exists for compute capability {dotted(FP8_ATTENTION_CAPABILITY)} alone, and {has}."
     return None
 
 
@@ -199,7 +199,3 @@ def _card_of(entry: Measurement) -> Card:
 
 def _is_measured_card(card: Card, entry: Measurement) -> bool:
     return card.name == _card_of(entry).name
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
