@@ -24,6 +24,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "dense attention": performance.dense_attention,
     "whole models": performance.whole_models,
     "what fits": memory.what_fits,
+    "under a cap": memory.under_a_cap,
     "help": lambda: transcript(["--help"]),
     "generate help": lambda: transcript(["generate", "--help"]),
     "overlays list": lambda: transcript(["overlays", "list"]),

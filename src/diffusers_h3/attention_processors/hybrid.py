@@ -31,6 +31,13 @@ class HybridAttnProcessor:
 
     Raises:
         ValueError: For an unknown backend, and for `fp8` on one that has none.
+
+    Examples:
+        >>> from diffusers_h3 import HybridAttnProcessor, VDNH3Pipeline
+        >>> from diffusers_h3.demo.run import STAGE, cached_release
+        >>> pipe = VDNH3Pipeline.from_pretrained(cached_release() / STAGE)
+        >>> pipe.transformer.set_attn_processor(HybridAttnProcessor(backend="sdpa"))
+        >>> output = pipe("A red fox.", height=64, width=64, output_type="latent")
     """
 
     _attention_backend = None
