@@ -37,22 +37,20 @@ def test_both_precisions_were_measured():
     assert {entry.precision for entry in measurements() if entry.model == "hybrid"} == {"bf16", "fp8"}
 
 
-def test_the_published_run_comes_back_as_it_was_measured():
+def test_the_published_runs_come_back_as_they_were_measured():
     """The figures of benchmarks/RESULTS.md on 2026-12-02; later runs of the same request may replace them."""
-    (entry,) = (
+    found = [
         entry
         for entry in measurements()
         if (entry.model, entry.precision, entry.frames, entry.date) == ("hybrid", "fp8", 345, "2026-12-02")
         and entry.attention_precision == "bf16"
         and (entry.offload, entry.memory_cap_gb) == ("none", None)
-    )
-    assert [round(value, 2) for value in (entry.seconds_per_call, entry.peak_gb, entry.weights_gb)] == [
-        9.99,
-        65.15,
-        49.41,
     ]
-    found = estimate(Settings(entry.clip, "fp8"), find_card("H200"))
-    assert found.basis == MEASURED
+    assert [
+        [round(value, 2) for value in (entry.seconds_per_call, entry.peak_gb, entry.weights_gb)] for entry in found
+    ] == [[9.99, 65.15, 49.41], [9.98, 65.15, 49.41]]
+    for entry in found:
+        assert estimate(Settings(entry.clip, "fp8"), find_card("H200")).basis == MEASURED
 
 
 RUN = {
