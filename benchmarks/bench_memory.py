@@ -17,10 +17,8 @@ where leaves are. `--tiny` runs the same code on small models, on a CPU without 
 """
 
 import argparse
-import gc
 import json
 import os
-import pathlib
 import re
 import sys
 import time
@@ -31,7 +29,8 @@ from dataclasses import dataclass
 import torch
 import torch._dynamo
 from bench_attention import environment
-from bench_dit import number, parse_frames, table, write_texts
+from bench_dit import heading, make_parser, number, parse_clip, table, write_texts
+from capped_memory import CudaMemory, Memory
 from diffusers.hooks import HookRegistry, apply_group_offloading
 from diffusers.hooks.group_offloading import (
     _GROUP_OFFLOADING,
@@ -119,68 +118,6 @@ def parse_run(name: str) -> Run | Decoding:
         f"{name!r} is no run: `precision:offload[:stream][:eager]` with precision fp8 or bf16 and offload none, block "
         "or leaf (streams only with block or leaf), such as fp8:block:stream; or vae:tiles, vae:whole"
     )
-
-
-class Memory:
-    """The memory of a CPU, which is neither capped nor counted."""
-
-    device = "cpu"
-
-    def limit(self, cap_gb: float | None) -> None:
-        """Let PyTorch reserve so much from now on, or everything, and count its peaks anew."""
-        gc.collect()
-
-    def caps(self, caps_gb: list[float], peak_gb: float) -> list[float | None]:
-        """Return the caps that are not below a peak, smallest first."""
-        return [None]
-
-    def peak(self) -> dict[str, float]:
-        """Return what PyTorch had at the most since the last limit, and what the process holds beside PyTorch."""
-        return {"peak_gb": 0.0, "reserved_gb": 0.0, "outside_gb": 0.0}
-
-    def pinned_gb(self) -> float:
-        """Return the computer's memory that is pinned, rounded up as PyTorch's allocator does."""
-        return 0.0
-
-    def free_pinned(self) -> None:
-        """Give back pinned memory that nothing uses."""
-
-    def synchronize(self) -> None:
-        """Wait for everything that runs."""
-
-
-class CudaMemory(Memory):
-    """The memory of the current CUDA device."""
-
-    device = "cuda"
-
-    def limit(self, cap_gb: float | None) -> None:
-        super().limit(cap_gb)
-        torch.cuda.empty_cache()
-        total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(1.0 if cap_gb is None else min(1.0, cap_gb * 1e9 / total))
-        torch.cuda.reset_peak_memory_stats()
-
-    def caps(self, caps_gb: list[float], peak_gb: float) -> list[float | None]:
-        return [cap for cap in sorted(caps_gb) if cap >= peak_gb]
-
-    def peak(self) -> dict[str, float]:
-        free, total = torch.cuda.mem_get_info()
-        return {
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-            "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
-            "outside_gb": (total - free - torch.cuda.memory_reserved()) / 1e9,
-        }
-
-    def pinned_gb(self) -> float:
-        return torch.cuda.host_memory_stats().get("active_bytes.current", 0) / 1e9
-
-    def free_pinned(self) -> None:
-        gc.collect()  # hooks that were taken off refer to themselves, and to the pinned weights
-        torch._C._host_emptyCache()
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
 
 
 def groups(model: torch.nn.Module) -> list[ModuleGroup]:
@@ -405,9 +342,7 @@ def decoding_table(report: dict) -> list[str]:
 
 def markdown(report: dict) -> str:
     """Return the report's tables, and what failed."""
-    settings = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in report["settings"].items())
-    lines = [", ".join(f"{key} {value}" for key, value in report["environment"].items() if value), "", settings, ""]
-    lines += [*transformer_table(report), "", *decoding_table(report)]
+    lines = [*heading(report), *transformer_table(report), "", *decoding_table(report)]
     for row in (*report["runs"], *report["decoding"]):
         if "failed" in row:
             name = parts_of(row) if "offload" in row else f"VAE, tiling {row['tiling']}"
@@ -416,23 +351,11 @@ def markdown(report: dict) -> str:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, frames=[124, 345], output="outputs/memory")
     parser.add_argument("--runs", type=parse_run, nargs="+", default=[parse_run(name) for name in RUNS])
     parser.add_argument("--caps", type=float, nargs="+", default=CAPS_GB, help="GB of 10^9 bytes")
-    parser.add_argument("--height", type=int, default=768)
-    parser.add_argument("--width", type=int, default=1344)
-    parser.add_argument("--frames", type=parse_frames, nargs="+", default=[124, 345])
-    parser.add_argument("--text-rows", type=int, default=200)
-    parser.add_argument("--layers", type=int, default=50)
-    parser.add_argument("--backend", default="auto", help="window backend")
     parser.add_argument("--minutes", type=float, default=60.0, help="no row is begun that would end later")
-    parser.add_argument("--tiny", action="store_true", help="small models and canvas, to test the script")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("outputs/memory"), help="a folder")
-    arguments = parser.parse_args(argv)
-    if arguments.tiny:
-        arguments.height, arguments.width = 96, 160
-    if arguments.height % 32 or arguments.width % 32:
-        parser.error(f"height and width must be multiples of 32, got {arguments.height} and {arguments.width}")
+    arguments = parse_clip(parser, argv)
     if arguments.layers < 1 or min(arguments.caps) <= 0:
         parser.error(f"`--layers` and `--caps` must be positive, got {arguments.layers} and {min(arguments.caps):g}")
     return arguments

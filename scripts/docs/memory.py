@@ -2,7 +2,7 @@
 
 import sys
 
-from performance import BENCHMARKS, _newest, table
+from performance import BENCHMARKS, newest, table
 
 from diffusers_h3.planning.advice import alternatives
 from diffusers_h3.planning.cards import CARDS, Card
@@ -24,7 +24,7 @@ def what_fits() -> str:
 def under_a_cap() -> str:
     """Return the tables of the newest run with a capped allocator."""
     try:
-        report, source = _newest(lambda report: "decoding" in report)
+        report, source = newest(lambda report: "decoding" in report)
     except LookupError:
         return "No such run is among the results yet."
     sys.path.insert(0, str(BENCHMARKS))
