@@ -3,7 +3,8 @@
     python benchmarks/measured_table.py
 
 Reads every `results/*.json` with runs of the whole transformer (`bench_dit.py`, `bench_memory.py`) and writes
-`src/diffusers_h3/planning/measured.json`. Runs that failed, of fewer layers or without finite output are left out.
+`src/diffusers_h3/planning/measured.json`. Runs that failed, of fewer layers or without finite output are left out, and
+so are those whose kernels were tuned (`bench_dit.py --tuned`): estimates are for blocks as they compile by default.
 """
 
 import json
@@ -19,9 +20,12 @@ ABOUT_THE_RUN = ("date", "device")
 
 def entries(report):
     """Return the table's entries of one report."""
-    if report.get("settings", {}).get("layers") != FULL_LAYERS:
+    settings = report.get("settings", {})
+    if settings.get("layers") != FULL_LAYERS:
         return []
-    return [entry(report["environment"], run) for run in report["runs"] if is_complete(run)]
+    # Tuning changes only what is compiled.
+    ordinary = [run for run in report["runs"] if not (settings.get("tuned") and run["compiled"])]
+    return [entry(report["environment"], run) for run in ordinary if is_complete(run)]
 
 
 def is_complete(run):

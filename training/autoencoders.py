@@ -1,6 +1,7 @@
-"""Stages `video-vae` and `audio-vae`: reconstruct, with a posterior pulled lightly towards a normal one."""
+"""Stages `video-vae`, `video-decoder`, `audio-vae`: reconstruct, with a posterior pulled lightly to a normal one."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,6 +18,8 @@ WINDOW_FRAMES, WINDOW_LATENTS = 22, 7
 
 _KL_WEIGHT = 1e-3
 _CHROMA_WEIGHT = 20.0
+# Pixels this near to a shape weigh what the shape does: else too much of it costs less than too little.
+_EDGE = 4
 _STFT_SIZES = (512, 2048)
 # Clips whose latents' mean and deviation are stored.
 STATISTICS_CLIPS = 64
@@ -64,17 +67,10 @@ def train_video_vae(
     def losses(key: None, video: torch.Tensor, noise: torch.Tensor) -> Losses:
         pixels = to_pixels(video)
         posterior = vae.encode(pixels).latent_dist
-        difference = vae.decode(posterior.mean + posterior.std * noise).sample - pixels
+        reconstructed = vae.decode(posterior.mean + posterior.std * noise).sample
         divergence = 0.5 * (posterior.mean.square() + posterior.var - 1.0 - posterior.logvar).mean()
-        # Shapes fill a twentieth of a frame, and only they are colourful: they weigh as much as the background.
-        chroma = video.amax(1, keepdim=True) - video.amin(1, keepdim=True)
-        error = ((1 + _CHROMA_WEIGHT * chroma) * (difference.square() + difference.abs())).mean()
-        # Of pixels in [0, 1], as a PSNR is stated.
-        squared = (difference.detach() * pixel_statistics(device)[1]).square()
-        decibels = -10 * squared.mean().log10()
-        shape_decibels = -10 * ((squared * chroma).mean() / chroma.mean()).log10()
-        loss = error + _KL_WEIGHT * divergence
-        return {"loss": loss, "kl": divergence, "psnr": decibels, "shape_psnr": shape_decibels}
+        errors = _reconstruction(reconstructed, pixels, video)
+        return errors | {"loss": errors["loss"] + _KL_WEIGHT * divergence, "kl": divergence}
 
     fit(run / "video_vae", vae, draw, losses, schedule, device, seed)
     with torch.no_grad():
@@ -89,6 +85,62 @@ def train_video_vae(
     vae.register_to_config(latents_mean=tuple(mean.tolist()), latents_std=tuple(std.tolist()))
     vae.save_pretrained(run / "video_vae" / "model")
     return vae.eval()
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of 22 frames of training clips, encoded once: scenes, first frames ``[N]``, posterior mean and std."""
+
+    scenes: data.Scenes
+    first: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def encode(cls, vae: AutoencoderKLMiniMaxH3, count: int, size: int, seed: int) -> "Windows":
+        """Draw and encode `count` windows of `size` pixels, on the device of `vae`."""
+        scenes = data.draw_scenes(count, seed).to(vae.device)
+        generator = torch.Generator().manual_seed(seed)
+        first = torch.randint(data.NUM_FRAMES - WINDOW_FRAMES + 1, (count,), generator=generator).to(vae.device)
+        posteriors = [
+            vae.encode(to_pixels(data.render_video(scenes[part], first[part], WINDOW_FRAMES, size=size))).latent_dist
+            for part in torch.arange(count).split(16)
+        ]
+        mean, std = (torch.cat([getattr(part, name) for part in posteriors]) for name in ("mean", "std"))
+        return cls(scenes, first, mean, std)
+
+
+def train_video_decoder(
+    run: Path,
+    schedule: Schedule,
+    device: torch.device,
+    batch: int = 8,
+    windows: int = 1024,
+    size: int = data.SIZE,
+    seed: int = 1,
+) -> AutoencoderKLMiniMaxH3:
+    """Train the decoder of the video VAE on from where it stands: latents stay what the transformer knows.
+
+    The encoder is the expensive half; it runs once over `windows` windows, at the start of a piece.
+    """
+    vae = AutoencoderKLMiniMaxH3.from_pretrained(run / "video_vae" / "model", local_files_only=True)
+    vae = vae.requires_grad_(False).eval().to(device)
+    pool = Windows.encode(vae, windows, size, seed)
+    vae.decoder.requires_grad_(True)
+
+    def draw(draws: Draws) -> Iterator[Part]:
+        picks = draws.pick([windows], batch)[1]
+        video = data.render_video(pool.scenes[picks], pool.first[picks], WINDOW_FRAMES, size=size)
+        mean = pool.mean[picks]
+        yield None, (video, mean + pool.std[picks] * draws.normal(mean.shape))
+
+    def losses(key: None, video: torch.Tensor, latents: torch.Tensor) -> Losses:
+        return _reconstruction(vae.decode(latents).sample, to_pixels(video), video)
+
+    fit(run / "video_decoder", vae, draw, losses, schedule, device, seed)
+    vae.save_pretrained(run / "video_decoder" / "model")
+    return vae
 
 
 def train_audio_vae(
@@ -129,10 +181,26 @@ def train_audio_vae(
 
 
 def load_autoencoders(run: Path, device: torch.device) -> tuple[AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio]:
-    """Load what the two stages saved, frozen."""
-    video = AutoencoderKLMiniMaxH3.from_pretrained(run / "video_vae" / "model", local_files_only=True)
+    """Load what the stages saved, frozen; the video decoder's own stage goes first, if there is one."""
+    folders = (run / stage / "model" for stage in ("video_decoder", "video_vae"))
+    folder = next((folder for folder in folders if folder.is_dir()), run / "video_vae" / "model")
+    video = AutoencoderKLMiniMaxH3.from_pretrained(folder, local_files_only=True)
     audio = AutoencoderKLMiniMaxH3Audio.from_pretrained(run / "audio_vae" / "model", local_files_only=True)
     return video.requires_grad_(False).eval().to(device), audio.requires_grad_(False).eval().to(device)
+
+
+def _reconstruction(reconstructed: torch.Tensor, pixels: torch.Tensor, video: torch.Tensor) -> Losses:
+    """Compare ``[B, 3, T, H, W]`` with the clip: as the encoder sees it (`pixels`) and in [0, 1] (`video`)."""
+    difference = reconstructed - pixels
+    # Shapes fill a twentieth of a frame, and only they are colourful: they weigh as much as the background.
+    chroma = video.amax(1, keepdim=True) - video.amin(1, keepdim=True)
+    near = torch.nn.functional.max_pool3d(chroma, (1, 2 * _EDGE + 1, 2 * _EDGE + 1), 1, (0, _EDGE, _EDGE))
+    error = ((1 + _CHROMA_WEIGHT * near) * (difference.square() + difference.abs())).mean()
+    # Of pixels in [0, 1], as a PSNR is stated.
+    squared = (difference.detach() * pixel_statistics(video.device)[1]).square()
+    decibels = -10 * squared.mean().log10()
+    shape_decibels = -10 * ((squared * near).mean() / near.mean()).log10()
+    return {"loss": error, "psnr": decibels, "shape_psnr": shape_decibels}
 
 
 def _spectral_distance(first: torch.Tensor, second: torch.Tensor, size: int) -> torch.Tensor:

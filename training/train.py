@@ -48,6 +48,22 @@ def video_vae(
 
 
 @app.command()
+def video_decoder(
+    run: Run = _DEFAULT_RUN,
+    steps: Steps = 3000,
+    minutes: Minutes = 8.0,
+    learning_rate: Rate = 1e-3,
+    batch: BatchSize = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Encoded windows of the pool.")] = 1024,
+    graphs: Graphs = True,
+    device: Device = _DEFAULT_DEVICE,
+) -> None:
+    """Train the video decoder on, at any time: its latents stay as they are."""
+    schedule = Schedule(steps, minutes, learning_rate, graphs=graphs)
+    autoencoders.train_video_decoder(run, schedule, _open(device), batch, windows)
+
+
+@app.command()
 def audio_vae(
     run: Run = _DEFAULT_RUN,
     steps: Steps = 4000,

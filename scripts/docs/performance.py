@@ -73,7 +73,7 @@ def _run_name(entry: Measurement) -> str:
     if entry.compiled is False:
         parts.append("eager")
     if entry.offload != "none":
-        parts.append(f"offload by {entry.offload}")
+        parts.append(f"offload by {entry.offload}" + " with streams" * entry.use_stream)
     if entry.memory_cap_gb is not None:
         parts.append(f"cap {entry.memory_cap_gb:g} GB")
     return ", ".join(parts)

@@ -23,6 +23,17 @@ def test_group_offload_changes_nothing_but_where_weights_are(folder):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize(("device", "use_stream"), [("cuda:1", True), ("xpu", False), ("mps", False)])
+def test_group_offload_is_by_block_and_has_streams_on_cuda(folder, monkeypatch, device, use_stream):
+    asked = []
+    monkeypatch.setattr(
+        VDNH3Pipeline, "enable_group_offload", lambda self, device, **options: asked.append((device, options))
+    )
+    monkeypatch.setattr(VDNH3Pipeline, "to", lambda self, device: pytest.fail("offloaded weights must not be moved"))
+    weights.load_pipeline(Path(folder), torch.device(device), "float32", "group")
+    assert asked == [(torch.device(device), {"num_blocks_per_group": 1, "use_stream": use_stream})]
+
+
 def test_model_offload_goes_to_the_device_asked_for(folder, monkeypatch):
     asked = []
     monkeypatch.setattr(VDNH3Pipeline, "enable_model_cpu_offload", lambda self, device: asked.append(device))

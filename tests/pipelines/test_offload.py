@@ -1,9 +1,13 @@
 """Offloaded pipelines give what pipelines give that stay on their device."""
 
 import copy
+import itertools
+from collections import Counter
 
 import pytest
 import torch
+from diffusers.hooks import HookRegistry
+from diffusers.hooks.group_offloading import ModuleGroup, _maybe_remove_and_reapply_group_offloading
 
 
 CPU = torch.device("cpu")
@@ -69,6 +73,104 @@ def test_group_offload_changes_nothing(options, own_pipeline, expected, keyframe
     assert torch.equal(audio, expected[1])
 
 
+@pytest.fixture
+def record(monkeypatch):
+    """A function writing down from now on what models of a pipeline do, and how often each weight of its VAE moves."""
+
+    def start(pipeline):
+        vae, events, moved, present = pipeline.vae, [], Counter(), set()
+        names = {id(weight): name for name, weight in (*vae.named_parameters(), *vae.named_buffers())}
+        transfer, offload = ModuleGroup._transfer_tensor_to_device, ModuleGroup.offload_
+
+        def recorded_transfer(group, tensor, *arguments):
+            name = names.get(id(tensor))
+            # Diffusers asks twice for what it has as a module and as a parameter; only the first time is a copy.
+            if name is not None and name not in present:
+                events.append("in")
+                moved[name] += 1
+                present.add(name)
+            return transfer(group, tensor, *arguments)
+
+        def recorded_offload(group):
+            if vae.decoder in group.modules:
+                events.append("out")
+                present.clear()
+            return offload(group)
+
+        monkeypatch.setattr(ModuleGroup, "_transfer_tensor_to_device", recorded_transfer)
+        monkeypatch.setattr(ModuleGroup, "offload_", recorded_offload)
+        for name, module in {"encoder": vae.encoder, "decoder": vae.decoder, "denoiser": pipeline.transformer}.items():
+            module.register_forward_pre_hook(lambda *_, _name=name: events.append(_name))
+        return events, moved, set(names.values())
+
+    return start
+
+
+@pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
+def test_the_vae_is_moved_once_for_all_tiles(offload_type, own_pipeline, record, keyframes):
+    own_pipeline.enable_group_offload(CPU, CPU, offload_type, num_blocks_per_group=1)
+    # Nine tiles of the canvas, and a decoded clip has seven chunks of frames.
+    own_pipeline.vae.enable_tiling(32, 32, 16, 16)
+    events, moved, names = record(own_pipeline)
+    _generate(own_pipeline, keyframes)
+    counts = {"in": 2 * len(names), "encoder": 9, "out": 2, "denoiser": 2, "decoder": 63}
+    assert Counter(events) == counts
+    order = ["in", "encoder", "out", "denoiser", "in", "decoder", "out"]
+    assert [event for event, _ in itertools.groupby(events)] == order
+    assert moved == dict.fromkeys(names, 2)
+
+
+@pytest.fixture
+def is_out(own_pipeline, tmp_path, poisoned):
+    """A function saying whether weights of the video VAE, which is offloaded to a disk, are there now."""
+    own_pipeline.enable_group_offload(
+        CPU, CPU, num_blocks_per_group=1, exclude_modules="text_encoder", offload_to_disk_path=str(tmp_path)
+    )
+    return lambda: any(weight.isnan().any() for weight in own_pipeline.vae.parameters())
+
+
+def _decode(vae):
+    latents = torch.randn(1, 4, 12, 4, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return vae.decode(latents, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("kept", ["as it was put", "put anew, as for a LoRA", "taken off"])
+def test_the_offloaded_vae_decodes_by_itself(kept, own_pipeline, is_out, components):
+    vae = own_pipeline.vae
+    assert is_out()
+    if kept == "put anew, as for a LoRA":
+        _maybe_remove_and_reapply_group_offloading(vae)
+    elif kept == "taken off":
+        registry = HookRegistry.check_if_exists_or_initialize(vae)
+        registry.get_hook("group_offloading").group.onload_()
+        registry.remove_hook("group_offloading")
+    assert torch.equal(_decode(vae), _decode(components["vae"]))
+    assert is_out() == (kept != "taken off")
+
+
+def test_the_vae_goes_when_decoding_fails(own_pipeline, is_out):
+    seen = []
+
+    def fail(*arguments):
+        seen.append(is_out())
+        raise torch.OutOfMemoryError("no memory for this tile")
+
+    own_pipeline.vae.decoder.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for this tile"):
+        _decode(own_pipeline.vae)
+    assert seen == [False]
+    assert is_out()
+
+
+def test_the_vae_takes_no_streams(own_pipeline):
+    """The device has none: what asks for them is refused."""
+    options = {"num_blocks_per_group": 1, "use_stream": True}
+    own_pipeline.enable_group_offload(CPU, CPU, exclude_modules=["transformer", "text_encoder"], **options)
+    with pytest.raises(ValueError, match="backend implements streams"):
+        own_pipeline.enable_group_offload(CPU, CPU, exclude_modules=["text_encoder", "vae"], **options)
+
+
 def test_group_offload_leaves_out_what_is_excluded(own_pipeline, tmp_path, poisoned):
     own_pipeline.enable_group_offload(
         CPU, CPU, "leaf_level", exclude_modules=["text_encoder", "vae"], offload_to_disk_path=str(tmp_path)
@@ -111,16 +213,24 @@ def test_model_offload_runs_every_hook(own_pipeline, keyframes):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("offload", ["model", "block_level", "leaf_level"])
-def test_offload_from_a_gpu_changes_nothing(offload, own_pipeline, keyframes):
+@pytest.mark.parametrize(
+    ("offload", "use_stream"),
+    [("model", False), ("block_level", False), ("block_level", True), ("leaf_level", False), ("leaf_level", True)],
+)
+def test_offload_from_a_gpu_changes_nothing(offload, use_stream, own_pipeline, keyframes):
     own_pipeline.to("cuda")
     expected = _generate(own_pipeline, keyframes)
     own_pipeline.to("cpu")
     if offload == "model":
         own_pipeline.enable_model_cpu_offload()
     else:
-        own_pipeline.enable_group_offload(torch.device("cuda"), CPU, offload, num_blocks_per_group=1)
-    frames, audio = _generate(own_pipeline, keyframes)
-    assert torch.allclose(frames, expected[0], atol=1e-5)
-    assert torch.allclose(audio, expected[1], atol=1e-5)
+        own_pipeline.enable_group_offload(
+            torch.device("cuda"), CPU, offload, num_blocks_per_group=1, use_stream=use_stream
+        )
+    for _ in range(2):  # with streams, the second request brings weights in the order that the first one had
+        frames, audio = _generate(own_pipeline, keyframes)
+        assert torch.allclose(frames, expected[0], atol=1e-5)
+        assert torch.allclose(audio, expected[1], atol=1e-5)
     assert own_pipeline.transformer.transformer_blocks[0].attn.to_q.weight.device.type == "cpu"
+    if offload != "model":
+        assert {weight.device.type for weight in own_pipeline.vae.parameters()} == {"cpu"}

@@ -68,9 +68,9 @@ RUN = {
 }
 
 
-def make_table(measured_table, folder, *runs, layers=50, **versions):
+def make_table(measured_table, folder, *runs, layers=50, settings=(), **versions):
     environment = {"date": "2026-12-03", "device": "NVIDIA H200", "torch": "2.11.0", **versions}
-    content = {"environment": environment, "settings": {"layers": layers}, "runs": list(runs)}
+    content = {"environment": environment, "settings": {"layers": layers, **dict(settings)}, "runs": list(runs)}
     (folder / "run.json").write_text(json.dumps(content))
     (folder / "other.json").write_text(json.dumps({"sections": {}}))
     return json.loads(measured_table.table(folder))
@@ -116,6 +116,15 @@ def test_runs_that_say_nothing_about_the_full_model_are_left_out(measured_table,
     failed = {"run": "hybrid:bf16", "frames": 345, "failed": "out of memory"}
     assert make_table(measured_table, tmp_path, unusable, failed) == []
     assert make_table(measured_table, tmp_path, RUN, layers=5) == []
+
+
+@pytest.mark.parametrize(("tuned", "expected"), [(True, ["eager"]), (False, ["eager", "compiled"])])
+def test_tuned_kernels_are_left_out(measured_table, tmp_path, tuned, expected):
+    """Tuning does nothing to what is not compiled, so those runs of its report are like any other."""
+    eager = RUN | {"run": "hybrid:fp8:eager", "compiled": False, "s_per_call": 18.0}
+    found = make_table(measured_table, tmp_path, eager, RUN, settings={"tuned": tuned})
+    assert ["compiled" if entry["compiled"] else "eager" for entry in found] == expected
+    assert [entry["seconds_per_call"] for entry in found] == [18.0, 8.0][: len(expected)]
 
 
 def test_a_measured_offload_is_what_an_estimate_of_it_starts_from(measured_runs, run_of):

@@ -1,8 +1,53 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from training import data, evaluate, recognise
+
+
+PATCH = 16
+Y, X = np.mgrid[-48:48, -48:48] + 0.5
+
+
+def blurred(frames, sigma):
+    pixels = np.arange(data.SIZE)
+    kernel = np.exp(-0.5 * ((pixels[:, None] - pixels) / sigma) ** 2)
+    kernel /= kernel.sum(axis=1, keepdims=True)
+    return np.einsum("yi,xj,tijc->tyxc", kernel, kernel, frames, optimize=True)
+
+
+def without_slivers(frames, part):
+    """Empty the patches of which the shape covers less than `part`."""
+    chroma = frames.max(axis=3) - frames.min(axis=3)
+    patches = data.SIZE // PATCH
+    covered = (chroma / chroma.max()).reshape(len(frames), patches, PATCH, patches, PATCH).mean(axis=(2, 4))
+    kept = (covered >= part).repeat(PATCH, axis=1).repeat(PATCH, axis=2)
+    # The dark background.
+    return np.where(kept[..., None], frames, 0.12)
+
+
+def noisy(frames, sigma):
+    return (frames + np.random.default_rng(0).normal(0, sigma, frames.shape)).clip(0, 1)
+
+
+def faded(frames, part):
+    grey = frames.mean(axis=3, keepdims=True)
+    return grey + part * (frames - grey)
+
+
+@pytest.fixture(scope="module")
+def small_clips():
+    """Every eighth frame of every shape and motion, small and off the middle, where patches' borders cut most."""
+    scenes = data.held_out_scenes()
+    scenes = replace(scenes, radius=torch.full((18,), 0.115), lane=torch.full((18,), 0.5))
+    return data.render_video(scenes)[:, :, ::8].permute(0, 2, 3, 4, 1).numpy()
+
+
+def still(mask):
+    """Sixteen frames of one red mask ``[96, 96]``."""
+    return np.repeat((0.12 + mask[None, ..., None] * np.array([0.78, 0.0, 0.0])), 16, axis=0)
 
 
 def test_true_clips_are_recognised():
@@ -25,10 +70,86 @@ def test_what_is_not_there_is_not_recognised():
     assert recognise.hear(hum, sight.centres).shape is None
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda frames: blurred(frames, 3),
+        lambda frames: without_slivers(frames, 0.1),
+        lambda frames: without_slivers(frames, 0.2),
+        lambda frames: without_slivers(blurred(frames, 1), 0.1),
+        lambda frames: noisy(frames, 0.05),
+        lambda frames: faded(frames, 0.6),
+        lambda frames: noisy(faded(without_slivers(frames, 0.1), 0.6), 0.05),
+    ],
+    ids=[
+        "blur 2",
+        "blur 3",
+        "tenths lost",
+        "fifths lost",
+        "blur and loss",
+        "noise",
+        "faded",
+        "loss, fading and noise",
+    ],
+)
+def test_a_damaged_shape_is_what_it_was(small_clips, damage):
+    seen = [recognise.see(damage(frames)).shape for frames in small_clips]
+    assert seen == ["circle"] * 6 + ["square"] * 6 + ["triangle"] * 6
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask"),
+    [
+        ("circle", X**2 + Y**2 < 12**2),
+        ("square", np.maximum(abs(X), abs(Y)) < 12),
+        ("triangle", (abs(X) < (Y + 12) / 2) & (Y < 12)),
+        # An eighth narrower than high, as the lost slivers leave it.
+        ("square", (abs(X) < 10.5) & (abs(Y) < 12)),
+        (None, (abs(X) < (12 - Y) / 2) & (Y > -12)),
+        (None, (abs(Y) < (X + 12) / 2) & (X < 12)),
+        (None, (abs(X) < 12) & (abs(Y) < 6)),
+        (None, (X**2 + Y**2 < 12**2) & (X**2 + Y**2 > 7**2)),
+        (None, (np.maximum(abs(X), abs(Y)) < 12) & (np.minimum(abs(X), abs(Y)) < 4)),
+        (None, (np.maximum(abs(X), abs(Y)) < 12) & ((X < 0) | (Y > 0))),
+        (None, (abs(abs(X) - 25) < 8) & (abs(Y) < 8)),
+        (None, X > 0),
+    ],
+    ids=[
+        "circle",
+        "square",
+        "triangle",
+        "narrow square",
+        "triangle upside down",
+        "triangle on its side",
+        "bar",
+        "ring",
+        "cross",
+        "corner",
+        "two squares",
+        "half the frame",
+    ],
+)
+def test_a_shape_is_named_only_if_it_is_one_of_the_three(shape, mask):
+    sight = recognise.see(still(mask))
+    assert (sight.colour, sight.shape) == ("red", shape)
+
+
+@pytest.mark.parametrize("block", [1, 8, 16])
+def test_coloured_noise_has_no_shape(block):
+    blocks = np.random.default_rng(block).random((40, 96 // block, 96 // block, 3))
+    assert recognise.see(blocks.repeat(block, axis=1).repeat(block, axis=2)).shape is None
+
+
+@pytest.mark.parametrize("index", [5, 11, 17], ids=["circle", "square", "triangle"])
+def test_the_centre_is_the_middle_of_the_box(index):
+    scene = data.held_out_scenes()[torch.tensor([index])]
+    true = data.positions(scene, torch.arange(data.NUM_FRAMES)[None] / data.FPS)[0].numpy()
+    frames = data.render_video(scene)[0].permute(1, 2, 3, 0).numpy()
+    assert recognise.see(frames).centres == pytest.approx(true, abs=2 / data.SIZE)
+
+
 @pytest.mark.parametrize("wrong", ["colour", "shape", "motion", "pitch", "pan"])
 def test_each_thing_that_is_wrong_is_counted(wrong):
-    from dataclasses import replace
-
     (clip,) = evaluate.ground_truth(data.held_out_scenes()[torch.tensor([0])])
     assert (clip.colour, clip.shape, clip.motion) == ("red", "circle", "right")
     changed = {

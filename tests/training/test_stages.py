@@ -14,6 +14,8 @@ STAGES = ("dense", "align", "hybrid", "turbo")
 def train_stage(stage, run, schedule, device, pool):
     if stage == "video_vae":
         return autoencoders.train_video_vae(run, schedule, device, batch=1, size=32, statistics_clips=1)
+    if stage == "video_decoder":
+        return autoencoders.train_video_decoder(run, schedule, device, batch=1, windows=2, size=32)
     if stage == "audio_vae":
         return autoencoders.train_audio_vae(run, schedule, device, batch=1, num_latents=4, statistics_clips=1)
     if stage == "dense":
@@ -34,7 +36,7 @@ def copy_of(trained, folder, without):
     return folder
 
 
-@pytest.mark.parametrize("stage", ["video_vae", "audio_vae", *STAGES])
+@pytest.mark.parametrize("stage", ["video_vae", "video_decoder", "audio_vae", *STAGES])
 def test_a_stage_that_was_stopped_and_resumed_ends_where_an_unbroken_one_does(
     stage, trained, tmp_path, device, short, pool
 ):
@@ -76,6 +78,43 @@ def test_every_stage_trains_its_own_weights_only(trained):
     assert len(names["turbo"]) == (4 * 7 + 2 * 7 + 6 + 1) * 2
     assert all(".turbo." in name for name in names["turbo"])
     assert not any("lora" in name or not branch.isdisjoint(name.split(".")) for name in names["dense"])
+
+
+def test_the_decoder_trains_on_while_latents_stay(trained, tmp_path, device, short, pool):
+    run = copy_of(trained, tmp_path / "run", "video_decoder")
+    before, _ = autoencoders.load_autoencoders(run, device)
+    train_stage("video_decoder", run, short(2), device, pool)
+    after, _ = autoencoders.load_autoencoders(run, device)
+    changed = {
+        name.partition(".")[0]
+        for name, value in after.state_dict().items()
+        if not torch.equal(value, before.state_dict()[name])
+    }
+    assert changed == {"decoder"}
+    assert after.config.latents_mean == before.config.latents_mean
+    assert before.config.latents_std != [1.0] * len(before.config.latents_std)
+
+
+def test_too_much_of_a_shape_costs_what_too_little_does():
+    """Two columns more or less of a red square in grey; what lies far off weighs little."""
+    video = torch.full((1, 3, 1, 32, 32), 0.4)
+
+    def square(first, last):
+        drawn = video.clone()
+        drawn[:, 0, :, 12:20, first:last], drawn[:, 1:, :, 12:20, first:last] = 1.0, 0.0
+        return drawn
+
+    truth = square(12, 20)
+    costs = {
+        name: autoencoders._reconstruction(autoencoders.to_pixels(seen), autoencoders.to_pixels(truth), truth)["loss"]
+        for name, seen in {"less": square(12, 18), "more": square(12, 22), "same": truth}.items()
+    }
+    assert costs["same"] == 0
+    torch.testing.assert_close(costs["more"], costs["less"])
+    stray = truth.clone()
+    stray[:, :, :, :8, :2] = square(0, 2)[:, :, :, 12:20, :2]
+    far = autoencoders._reconstruction(autoencoders.to_pixels(stray), autoencoders.to_pixels(truth), truth)["loss"]
+    assert far < costs["more"] / 10
 
 
 def test_a_finished_stage_does_not_run_again(trained, device, short, pool):

@@ -98,7 +98,9 @@ def generate(
     offload: Annotated[
         Offload,
         typer.Option(
-            help="Save GPU memory: model moves whole components in and out, group a few layers at a time (slowest)."
+            help="Save GPU memory: model moves whole components in and out, group a block of layers at a time. "
+            "On CUDA, group copies the next block while one computes, which pins up to 1.5 times the weights' size of "
+            "the computer's memory."
         ),
     ] = Offload.none,
     cache_dir: options.CacheDir = None,

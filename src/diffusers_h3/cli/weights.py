@@ -112,7 +112,7 @@ def load_pipeline(
         folder (`Path`): A pipeline folder.
         device (`torch.device`): Where it runs.
         dtype (`str`): A dtype's name, or `"auto"`: float32 on the CPU, bfloat16 elsewhere.
-        offload (`str`): `"none"`, `"model"` or `"group"`.
+        offload (`str`): `"none"`, `"model"` or `"group"`, by block and on a CUDA device with streams.
         without (`tuple[str, ...]`): Components to leave out.
     """
     import torch
@@ -126,7 +126,7 @@ def load_pipeline(
     if offload == "model":
         pipeline.enable_model_cpu_offload(device=device)
     elif offload == "group":
-        pipeline.enable_group_offload(onload_device=device, offload_type="block_level", num_blocks_per_group=1)
+        pipeline.enable_group_offload(device, num_blocks_per_group=1, use_stream=device.type == "cuda")
     else:
         pipeline.to(device)
     return pipeline

@@ -30,6 +30,7 @@ from . import request
 from .blocks import VDNH3Components, VDNH3CoreDenoiseStep, VDNH3KeyframesCoreDenoiseStep
 from .lora import VDNH3LoraLoaderMixin
 from .memory import check_memory
+from .offload import offload_as_one_group
 from .pipeline_output import VDNH3PipelineOutput
 from .ranks import Ranks
 from .source import resolve_source
@@ -163,10 +164,10 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
         """Keep weights on `offload_device` and move them in small groups while they are needed.
 
         As `DiffusionPipeline.enable_group_offload`, except for what these components cannot do. `audio_vae` stays on
-        `onload_device`, because its weight norms run before its hooks would. `text_encoder` and `vae` are offloaded
-        per leaf whatever `offload_type` says: their work starts in a method other than `forward`, where the hook of
-        the top-level group of `block_level` never fires. `vae` takes no streams: they prefetch in a fixed order of
-        layers, which tiles repeat.
+        `onload_device`, because its weight norms run before its hooks would. The work of `text_encoder` and `vae`
+        starts in a method other than `forward`, where the hook of the top-level group of `block_level` never fires, so
+        whatever `offload_type` says, `text_encoder` is offloaded per leaf and `vae` as one group, without streams: it
+        is on the device while it encodes or decodes, and each weight is copied once for all tiles of a clip.
 
         Examples:
             >>> import torch
@@ -190,11 +191,11 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
                 continue
             options = {**kwargs, "onload_device": onload_device, "offload_device": offload_device}
             options.update(offload_type=offload_type, num_blocks_per_group=num_blocks_per_group)
-            if name in ("text_encoder", "vae"):
+            if name == "text_encoder":
                 options["offload_type"] = "leaf_level"
             if name == "vae":
-                options.update(use_stream=False, record_stream=False)
-            if isinstance(component, ModelMixin):
+                offload_as_one_group(component, ("encode", "decode"), **options)
+            elif isinstance(component, ModelMixin):
                 component.enable_group_offload(**options)
             else:
                 apply_group_offloading(component, **options)
