@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
-from diffusers_h3.demo.components import AUDIO_SHIFT, VIDEO_SHIFT
-
 from . import components
+from .components import AUDIO_SHIFT, VIDEO_SHIFT
 from .latents import Batch, LatentPool
 from .loop import Losses, Schedule, fit, load_weights
 from .packing import shifted, velocity

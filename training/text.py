@@ -17,9 +17,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import Qwen2TokenizerFast, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 
-from diffusers_h3.demo.components import make_processor, make_text_encoder, make_tokenizer
-
 from . import data
+from .qwen import make_processor, make_text_encoder, make_tokenizer
 
 
 _LAYER_SCALE = 0.1
