@@ -40,9 +40,9 @@ def demo(
 ) -> None:
     """Make a five-second clip with sound from the embedded tiny model.
 
-    The model, a few megabytes in the layout of the real release, was trained to move coloured shapes to a tone: its pitch
-    tells the shape, and it comes from where the shape is. The command merges it as a real one, runs the real pipeline on
-    the CPU, and decodes the file it saved.
+    The model was trained to move coloured shapes to a tone, whose pitch follows the shape and whose pan
+    follows its place. It is a release of a few megabytes: the command merges it as a real one, runs the
+    real pipeline on the CPU, and decodes the file it saved.
 
     [bold]Example[/bold]
 
