@@ -84,7 +84,7 @@ def test_demo_contact_sheet_shows_the_clip(demo):
     _, output = demo
     sheet = np.asarray(Image.open(output.with_suffix(".png")))
     # A caption, eight frames twice as large, two waveforms.
-    assert sheet.shape == (14 + 2 * 96 + 2 * 24 + 6, 8 * 2 * 96, 3)
+    assert sheet.shape == (14 + 2 * 96 + 2 * 40 + 6, 8 * 2 * 96, 3)
     with av.open(str(output)) as container:
         first = next(container.decode(video=0)).to_ndarray(format="rgb24")
     shown = sheet[14 : 14 + 192 : 2, :192:2]

@@ -3,7 +3,7 @@ import numpy as np
 from diffusers_h3.demo.contact_sheet import Clip, contact_sheet
 
 
-CAPTION, FRAME, WAVE, GAP = 14, 96, 24, 6
+CAPTION, FRAME, WAVE, GAP = 14, 96, 40, 6
 
 
 def clip(prompt="a clip"):
@@ -26,6 +26,8 @@ def test_eight_frames_from_first_to_last_twice_as_large():
         rows, columns = np.nonzero((frame == (255, 0, 0)).all(axis=-1))
         assert (rows.min(), rows.max(), len(rows)) == (40, 59, 400)
         centres.append(columns.mean())
+        # A line parts it from the frame before.
+        assert (frame[:, :2] == 255).all() == (index > 0)
     assert centres[0] == 9.5
     assert centres[-1] == 38 * 2 + 9.5
     assert all(np.diff(centres) > 5)

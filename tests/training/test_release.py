@@ -36,8 +36,14 @@ def release(grown, tmp_path_factory):
 
 def test_the_release_is_small_and_in_the_published_layout(release):
     assert sum(file.stat().st_size for file in release.rglob("*") if file.is_file()) < 12e6
-    assert sorted(path.name for path in release.iterdir()) == ["h3-base", "stage-b-step-2000", "stage-dmd-step-250"]
+    assert sorted(path.name for path in release.iterdir()) == [
+        "digests.json",
+        "h3-base",
+        "stage-b-step-2000",
+        "stage-dmd-step-250",
+    ]
     metadata = json.loads((release / "stage-dmd-step-250" / "metadata.json").read_text())["metadata"]
+    assert "MiniMax" not in metadata.pop("license_note")
     assert metadata == {"turbo_num_steps": 8, "video_shift": 12.0, "audio_shift": 3.0}
     keys = set(load_file(release / "stage-dmd-step-250" / "adapters" / "default" / "adapter_model.safetensors"))
     assert "transformer_blocks.0.attn.orig.to_q.lora_A.default.weight" in keys

@@ -8,7 +8,8 @@ from PIL import Image, ImageDraw
 
 
 _FRAMES, _SCALE = 8, 2
-_CAPTION_HEIGHT, _WAVE_HEIGHT, _GAP = 14, 24, 6
+_CAPTION_HEIGHT, _WAVE_HEIGHT, _GAP = 14, 40, 6
+_BORDER = 2
 _WAVE_COLOURS = ("navy", "darkred")
 
 
@@ -37,6 +38,8 @@ def contact_sheet(clips: Sequence[Clip]) -> Image.Image:
         for column, index in enumerate(np.linspace(0, len(clip.frames) - 1, _FRAMES).round().astype(int)):
             frame = Image.fromarray((clip.frames[index] * 255).round().astype(np.uint8))
             sheet.paste(frame.resize((width, height), Image.Resampling.NEAREST), (column * width, top))
+            if column:
+                draw.rectangle((column * width, top, column * width + _BORDER - 1, top + height - 1), fill="white")
         top += height + 2
         for channel, (samples, colour) in enumerate(zip(clip.audio, _WAVE_COLOURS, strict=True)):
             middle = top + _WAVE_HEIGHT * channel + _WAVE_HEIGHT // 2
