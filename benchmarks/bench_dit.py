@@ -142,7 +142,8 @@ def measure(arguments: argparse.Namespace, run: Run, frames: int, device: str, r
     inputs = request_inputs(model, arguments.height, arguments.width, frames, arguments.text_rows, device)
     row["rows"] = inputs["position_ids"].shape[0]
     if run.compiled and not arguments.eager:
-        model.compile_repeated_blocks(fullgraph=True)
+        options = {"coordinate_descent_tuning": True} if arguments.tuned else None
+        model.compile_repeated_blocks(fullgraph=True, options=options)
 
     def call():
         started = time.perf_counter()
@@ -176,12 +177,14 @@ def growth(rows: list[dict]) -> list[dict]:
     return result
 
 
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def _number(row: dict, key: str, digits: int) -> str:
+def number(row: dict, key: str, digits: int) -> str:
+    """Return a figure of a row, or a dash where it has none."""
     return f"{row[key]:.{digits}f}" if key in row else "–"
 
 
@@ -200,25 +203,25 @@ def markdown(report: dict) -> str:
     body = []
     for row in rows:
         cells = [row["run"], str(row["frames"]), str(row.get("rows", "–"))]
-        cells.append(_number(row, "s_per_call", 3) if "s_per_call" in row else "failed")
+        cells.append(number(row, "s_per_call", 3) if "s_per_call" in row else "failed")
         cells += [_ratio(row, dense.get((name, row["frames"]))) for name in names]
-        body.append([*cells, *(_number(row, key, 1) for key in ("peak_gb", "weights_gb", "first_call_s"))])
+        body.append([*cells, *(number(row, key, 1) for key in ("peak_gb", "weights_gb", "first_call_s"))])
     settings = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in report["settings"].items())
     lines = [", ".join(f"{key} {value}" for key, value in report["environment"].items() if value), "", settings, ""]
-    lines += _table([*header, "peak GB", "weights GB", "first call s"], body)
+    lines += table([*header, "peak GB", "weights GB", "first call s"], body)
     if report["growth"]:
         lines += ["", "Time grows with the rows to the power of:", ""]
         body = [
             [each["run"], "{} to {}".format(*each["frames"]), f"{each['exponent']:.3f}"] for each in report["growth"]
         ]
-        lines += _table(["run", "frames", "exponent"], body)
+        lines += table(["run", "frames", "exponent"], body)
     profiled = [row for row in rows if "parts_ms" in row]
     if profiled:
         lines += ["", "Milliseconds of one profiled call by part:", ""]
         parts = [part for part in (*PARTS, OTHER) if any(part in row["parts_ms"] for row in profiled)]
         body = [[part, *(f"{row['parts_ms'].get(part, 0.0):.1f}" for row in profiled)] for part in parts]
         body.append(["all", *(f"{sum(row['parts_ms'].values()):.1f}" for row in profiled)])
-        lines += _table(["part", *(f"{row['run']}, {row['frames']} frames" for row in profiled)], body)
+        lines += table(["part", *(f"{row['run']}, {row['frames']} frames" for row in profiled)], body)
     for row in rows:
         if "failed" in row:
             lines += ["", f"{row['run']}, {row['frames']} frames: {row['failed'].strip().splitlines()[-1]}"]
@@ -272,12 +275,17 @@ def plot(report: dict, path: pathlib.Path) -> bool:
     return True
 
 
+def write_texts(folder: pathlib.Path, texts: dict[str, str]) -> None:
+    """Write files into a folder, each in one step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.part").write_text(text, encoding="utf-8")
+        (folder / f"{name}.part").replace(folder / name)
+
+
 def write(report: dict, folder: pathlib.Path) -> bool:
     """Write the report as JSON, Markdown and plot, each in one step; whether there is a plot."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("dit.json", json.dumps(report, indent=1)), ("dit.md", markdown(report))):
-        (folder / f"{name}.part").write_text(text)
-        (folder / f"{name}.part").replace(folder / name)
+    write_texts(folder, {"dit.json": json.dumps(report, indent=1), "dit.md": markdown(report)})
     return plot(report, folder / "dit.png")
 
 
@@ -293,6 +301,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--backend", default="auto", help="window backend of the hybrid runs")
     parser.add_argument("--eager", action="store_true", help="compile the blocks of no run")
+    parser.add_argument("--tuned", action="store_true", help="let Inductor search the tiles of its kernels")
     parser.add_argument("--profile", action="store_true", help="add the time per kernel and part of one more call")
     parser.add_argument("--tiny", action="store_true", help="a small model and canvas, to test the script")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("outputs/dit"), help="a folder")
@@ -313,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         "environment": environment(torch.device(device)),
         "settings": {
             "canvas": f"{arguments.width}×{arguments.height}",
-            **{key: getattr(arguments, key) for key in ("layers", "text_rows", "repeats", "backend", "tiny")},
+            **{key: getattr(arguments, key) for key in ("layers", "text_rows", "repeats", "backend", "tuned", "tiny")},
         },
         "runs": [],
         "growth": [],

@@ -1,17 +1,19 @@
 """Stages `video-vae` and `audio-vae`: reconstruct, with a posterior pulled lightly towards a normal one."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio
 
 from . import components, data
-from .loop import Losses, Schedule, fit
+from .backward import Losses
+from .loop import Draws, Part, Schedule, fit
 
 
 # 17 frames make five latents, of which a later chunk's last three are dropped: 22 frames hold both kinds of chunk.
-WINDOW_FRAMES = 22
+WINDOW_FRAMES, WINDOW_LATENTS = 22, 7
 
 _KL_WEIGHT = 1e-3
 _CHROMA_WEIGHT = 20.0
@@ -20,16 +22,23 @@ _STFT_SIZES = (512, 2048)
 STATISTICS_CLIPS = 64
 
 
+@lru_cache
+def pixel_statistics(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and deviation of RGB, ``[3, 1, 1, 1]``, once per device."""
+    mean, std = (torch.tensor(values, device=device) for values in (components.PIXEL_MEAN, components.PIXEL_STD))
+    return mean[:, None, None, None], std[:, None, None, None]
+
+
 def to_pixels(video: torch.Tensor) -> torch.Tensor:
     """Map RGB in [0, 1], ``[B, 3, T, H, W]``, to the values the VAE encodes."""
-    mean, std = (torch.tensor(values, device=video.device) for values in (components.PIXEL_MEAN, components.PIXEL_STD))
-    return (video - mean[:, None, None, None]) / std[:, None, None, None]
+    mean, std = pixel_statistics(video.device)
+    return (video - mean) / std
 
 
-def random_scenes(count: int, generator: torch.Generator) -> data.Scenes:
-    """Draw training scenes from a step's generator, on its device."""
-    seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-    return data.draw_scenes(count, seed).to(generator.device)
+def random_scenes(count: int, draws: Draws) -> data.Scenes:
+    """Draw training scenes from a step's random numbers, on its device."""
+    seed = int(torch.randint(2**31, (), generator=draws.host))
+    return data.draw_scenes(count, seed).to(draws.device.device)
 
 
 def train_video_vae(
@@ -45,29 +54,29 @@ def train_video_vae(
     torch.manual_seed(seed)
     vae = components.make_vae().to(device)
 
-    def losses(generator: torch.Generator) -> Iterator[Losses]:
-        scenes = random_scenes(batch, generator)
-        first = torch.randint(
-            data.NUM_FRAMES - WINDOW_FRAMES + 1, (batch,), generator=generator, device=generator.device
-        )
-        video = data.render_video(scenes, first, WINDOW_FRAMES, size=size)
+    def draw(draws: Draws) -> Iterator[Part]:
+        scenes = random_scenes(batch, draws)
+        first = torch.randint(data.NUM_FRAMES - WINDOW_FRAMES + 1, (batch,), generator=draws.host).to(device)
+        latents = size // 16
+        noise = draws.normal((batch, components.VIDEO_LATENT_CHANNELS, WINDOW_LATENTS, latents, latents))
+        yield None, (data.render_video(scenes, first, WINDOW_FRAMES, size=size), noise)
+
+    def losses(key: None, video: torch.Tensor, noise: torch.Tensor) -> Losses:
         pixels = to_pixels(video)
         posterior = vae.encode(pixels).latent_dist
-        difference = vae.decode(posterior.sample(generator=generator)).sample - pixels
+        difference = vae.decode(posterior.mean + posterior.std * noise).sample - pixels
         divergence = 0.5 * (posterior.mean.square() + posterior.var - 1.0 - posterior.logvar).mean()
         # Shapes fill a twentieth of a frame, and only they are colourful: they weigh as much as the background.
         chroma = video.amax(1, keepdim=True) - video.amin(1, keepdim=True)
         error = ((1 + _CHROMA_WEIGHT * chroma) * (difference.square() + difference.abs())).mean()
         # Of pixels in [0, 1], as a PSNR is stated.
-        squared = (
-            difference.detach() * torch.tensor(components.PIXEL_STD, device=device)[:, None, None, None]
-        ).square()
+        squared = (difference.detach() * pixel_statistics(device)[1]).square()
         decibels = -10 * squared.mean().log10()
         shape_decibels = -10 * ((squared * chroma).mean() / chroma.mean()).log10()
         loss = error + _KL_WEIGHT * divergence
-        yield {"loss": loss, "kl": divergence, "psnr": decibels, "shape_psnr": shape_decibels}
+        return {"loss": loss, "kl": divergence, "psnr": decibels, "shape_psnr": shape_decibels}
 
-    fit(run / "video_vae", vae, losses, schedule, device, seed)
+    fit(run / "video_vae", vae, draw, losses, schedule, device, seed, graphed=True)
     with torch.no_grad():
         scenes = data.draw_scenes(statistics_clips, seed).to(device)
         latents = torch.cat(
@@ -95,18 +104,21 @@ def train_audio_vae(
     torch.manual_seed(seed)
     vae = components.make_audio_vae().to(device)
 
-    def losses(generator: torch.Generator) -> Iterator[Losses]:
-        wave = data.render_audio(random_scenes(batch, generator), num_latents).flatten(0, 1)[:, None]
+    def draw(draws: Draws) -> Iterator[Part]:
+        wave = data.render_audio(random_scenes(batch, draws), num_latents).flatten(0, 1)[:, None]
+        yield None, (wave, draws.normal((len(wave), components.AUDIO_LATENT_CHANNELS, num_latents)))
+
+    def losses(key: None, wave: torch.Tensor, noise: torch.Tensor) -> Losses:
         posterior = vae.encode(wave).latent_dist
-        reconstructed = vae.decode(posterior.sample(generator=generator)).sample
+        reconstructed = vae.decode(posterior.mean + posterior.std * noise).sample
         error = (reconstructed - wave).square().mean()
         spectral = sum(_spectral_distance(reconstructed[:, 0], wave[:, 0], size) for size in _STFT_SIZES)
         divergence = (0.5 * (posterior.mean.square() + posterior.std.square() - 1.0) - posterior.logs).mean()
         decibels = -10 * (error.detach() / wave.square().mean()).log10()
         loss = 10 * error + (reconstructed - wave).abs().mean() + 0.1 * spectral + _KL_WEIGHT * divergence
-        yield {"loss": loss, "error": error, "kl": divergence, "snr": decibels}
+        return {"loss": loss, "error": error, "kl": divergence, "snr": decibels}
 
-    fit(run / "audio_vae", vae, losses, schedule, device, seed)
+    fit(run / "audio_vae", vae, draw, losses, schedule, device, seed, graphed=True)
     with torch.no_grad():
         scenes = data.draw_scenes(statistics_clips, seed).to(device)
         wave = data.render_audio(scenes, num_latents).flatten(0, 1)[:, None]

@@ -1,20 +1,22 @@
 """Stage `dense`: a stock MiniMax-H3 transformer by flow matching on video and sound, each on its own schedule."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
 from . import components
+from .backward import Losses
 from .components import AUDIO_SHIFT, VIDEO_SHIFT
 from .latents import Batch, LatentPool
-from .loop import Losses, Schedule, fit, load_weights
+from .loop import Draws, Part, Schedule, fit, load_weights
 from .packing import shifted, velocity
 
 
 def noised(
-    batch: Batch, fraction: float, generator: torch.Generator
+    batch: Batch, fraction: float, draws: Draws
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], tuple[float, float]]:
     """Mix noise into a batch at one fraction of both schedules.
 
@@ -23,25 +25,27 @@ def noised(
     """
     sigmas = shifted(fraction, VIDEO_SHIFT), shifted(fraction, AUDIO_SHIFT)
     clean = batch.video, batch.audio
-    noise = [torch.randn(rows.shape, generator=generator, device=rows.device) for rows in clean]
+    noise = [draws.normal(rows.shape) for rows in clean]
     noisy = tuple((1 - s) * c + s * n for s, c, n in zip(sigmas, clean, noise, strict=True))
     flow = tuple(c - n for c, n in zip(clean, noise, strict=True))
     return noisy, flow, (1 - sigmas[0], 1 - sigmas[1])
 
 
-def fractions(parts: int, generator: torch.Generator) -> list[float]:
-    """Draw one fraction of the schedule from each of `parts` equal strata: a whole batch covers it evenly."""
-    offsets = torch.rand(parts, generator=generator, device=generator.device).tolist()
-    return [(index + offset) / parts for index, offset in enumerate(offsets)]
+def flow_parts(pool: LatentPool, batch: int, parts: int, draws: Draws) -> Iterator[Part]:
+    """Yield the parts of a step of flow matching.
+
+    All clips of a part share its two times, as diffusers' tables do; the parts' times come from one stratum of the
+    schedule each, so that a step covers it evenly.
+    """
+    for index, offset in enumerate(torch.rand(parts, generator=draws.host).tolist()):
+        clips = pool.draw(batch, draws)
+        noisy, flow, times = noised(clips, (index + offset) / parts, draws)
+        yield clips.packing, (*noisy, clips.text, *clips.packing.timesteps(*times), *flow)
 
 
-def flow_losses(
-    transformer: MiniMaxH3Transformer3DModel, batch: Batch, fraction: float, generator: torch.Generator
-) -> Losses:
-    """Return the flow-matching losses of one part: all its clips share the two times, as diffusers' tables do."""
-    noisy, flow, times = noised(batch, fraction, generator)
-    predicted = velocity(transformer, batch.packing, *noisy, batch.text, times)
-    video, audio = ((p - f).square().mean() for p, f in zip(predicted, flow, strict=True))
+def distance(first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]) -> Losses:
+    """Return the mean squared distance of two velocities, of video and of audio, and their sum as the loss."""
+    video, audio = ((p - f).square().mean() for p, f in zip(first, second, strict=True))
     return {"loss": video + audio, "video": video, "audio": audio}
 
 
@@ -58,11 +62,11 @@ def train_dense(
     torch.manual_seed(seed)
     transformer = components.make_transformer(pool.text_dim).to(device)
 
-    def losses(generator: torch.Generator) -> Iterator[Losses]:
-        for fraction in fractions(parts, generator):
-            yield flow_losses(transformer, pool.draw(batch, generator), fraction, generator)
+    def losses(packing, video, audio, text, timestep, timestep_indices, *flow) -> Losses:
+        return distance(velocity(transformer, packing, video, audio, text, (timestep, timestep_indices)), flow)
 
-    fit(run / "dense", transformer, losses, schedule, device, seed)
+    draw = partial(flow_parts, pool, batch, parts)
+    fit(run / "dense", transformer, draw, losses, schedule, device, seed, graphed=True)
     return transformer
 
 

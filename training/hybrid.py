@@ -1,18 +1,19 @@
 """Stages `align` and `hybrid`: give the dense transformer a linear branch, layer by layer, then end to end."""
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from peft import LoraConfig
 
-from diffusers_h3 import apply_hybrid_attention
+from diffusers_h3 import HybridAttnProcessor, apply_hybrid_attention
 
+from .backward import Losses
 from .components import HYBRID_ATTENTION
-from .dense import fractions, load_dense, noised
+from .dense import distance, flow_parts, load_dense
 from .latents import LatentPool
-from .loop import Losses, Schedule, fit, load_weights
+from .loop import Schedule, fit, load_weights
 from .packing import velocity
 from .release import DEFAULT_ADAPTER
 
@@ -42,12 +43,19 @@ def train_only(transformer: MiniMaxH3Transformer3DModel, *names: str) -> None:
         parameter.requires_grad_(not set(names).isdisjoint(path.split(".")))
 
 
+def make_hybrid(transformer: MiniMaxH3Transformer3DModel) -> MiniMaxH3Transformer3DModel:
+    """Give a dense transformer the tiny branch, and a window that runs the same with and without gradients."""
+    transformer = apply_hybrid_attention(transformer, HYBRID_ATTENTION)
+    transformer.set_attn_processor(HybridAttnProcessor(backend="sdpa"))
+    return transformer
+
+
 def load_hybrid(run: Path, device: torch.device, text_dim: int, stage: str) -> MiniMaxH3Transformer3DModel:
     """Load the hybrid transformer as `stage` (`"align"` or `"hybrid"`) left it, frozen.
 
     After `"hybrid"` it carries the adapter `default` beside the rounded dense weights.
     """
-    transformer = apply_hybrid_attention(load_dense(run, device, text_dim), HYBRID_ATTENTION)
+    transformer = make_hybrid(load_dense(run, device, text_dim))
     if stage == "hybrid":
         add_adapter(transformer, DEFAULT_ADAPTER, attention_linears(transformer), DEFAULT_RANK)
     load_weights(transformer, run / stage)
@@ -100,26 +108,25 @@ def train_align(
     """Fit each layer's branch to what the dense layer computes from the same input, all layers at once."""
     torch.manual_seed(seed)
     teacher = load_dense(run, device, pool.text_dim)
-    student = apply_hybrid_attention(load_dense(run, device, pool.text_dim), HYBRID_ATTENTION)
+    student = make_hybrid(load_dense(run, device, pool.text_dim))
     train_only(student, *BRANCH_MODULES)
     taught = AttentionTap(teacher)
     learnt = AttentionTap(student, source=taught)
 
-    def losses(generator: torch.Generator) -> Iterator[Losses]:
-        for fraction in fractions(parts, generator):
-            clips = pool.draw(batch, generator)
-            noisy, _, times = noised(clips, fraction, generator)
-            with torch.no_grad():
-                velocity(teacher, clips.packing, *noisy, clips.text, times)
-            velocity(student, clips.packing, *noisy, clips.text, times)
-            # Relative errors: every layer counts the same, whatever the size of its output.
-            errors = [
-                (mine.float() - theirs.float()).square().mean() / theirs.float().square().mean()
-                for mine, theirs in zip(learnt.outputs, taught.outputs, strict=True)
-            ]
-            yield {"loss": sum(errors) / len(errors), "first": errors[0], "last": errors[-1]}
+    def losses(packing, video, audio, text, timestep, timestep_indices, *_) -> Losses:
+        rows = packing, video, audio, text, (timestep, timestep_indices)
+        with torch.no_grad():
+            velocity(teacher, *rows)
+        velocity(student, *rows)
+        # Relative errors: every layer counts the same, whatever the size of its output.
+        errors = [
+            (mine.float() - theirs.float()).square().mean() / theirs.float().square().mean()
+            for mine, theirs in zip(learnt.outputs, taught.outputs, strict=True)
+        ]
+        return {"loss": sum(errors) / len(errors), "first": errors[0], "last": errors[-1]}
 
-    fit(run / "align", student, losses, schedule, device, seed)
+    draw = partial(flow_parts, pool, batch, parts)
+    fit(run / "align", student, draw, losses, schedule, device, seed, graphed=True)
     return student
 
 
@@ -139,16 +146,14 @@ def train_hybrid(
     add_adapter(student, DEFAULT_ADAPTER, attention_linears(student), DEFAULT_RANK)
     train_only(student, *BRANCH_MODULES, DEFAULT_ADAPTER)
 
-    def losses(generator: torch.Generator) -> Iterator[Losses]:
-        for fraction in fractions(parts, generator):
-            clips = pool.draw(batch, generator)
-            noisy, flow, times = noised(clips, fraction, generator)
-            with torch.no_grad():
-                taught = velocity(teacher, clips.packing, *noisy, clips.text, times)
-            predicted = velocity(student, clips.packing, *noisy, clips.text, times)
-            data_loss = sum((p - f).square().mean() for p, f in zip(predicted, flow, strict=True))
-            teacher_loss = sum((p - t).square().mean() for p, t in zip(predicted, taught, strict=True))
-            yield {"loss": data_loss + teacher_loss, "data": data_loss, "teacher": teacher_loss}
+    def losses(packing, video, audio, text, timestep, timestep_indices, *flow) -> Losses:
+        rows = packing, video, audio, text, (timestep, timestep_indices)
+        with torch.no_grad():
+            taught = velocity(teacher, *rows)
+        predicted = velocity(student, *rows)
+        data, teaching = distance(predicted, flow)["loss"], distance(predicted, taught)["loss"]
+        return {"loss": data + teaching, "data": data, "teacher": teaching}
 
-    fit(run / "hybrid", student, losses, schedule, device, seed)
+    draw = partial(flow_parts, pool, batch, parts)
+    fit(run / "hybrid", student, draw, losses, schedule, device, seed, graphed=True)
     return student

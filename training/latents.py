@@ -1,6 +1,7 @@
 """A pool of encoded clips with their prompts, made once at the start of a piece."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from . import data
 from .autoencoders import load_autoencoders, to_pixels
+from .loop import Draws
 from .packing import LatentShape, Packing, audio_rows, pack, video_rows
 from .text import PromptEncoder
 
@@ -78,12 +80,21 @@ class LatentPool:
             audio.append(audio_rows(sound.unflatten(0, (-1, 2))))
         self._video, self._audio = torch.cat(video), torch.cat(audio)
 
-    def draw(self, count: int, generator: torch.Generator) -> Batch:
+    def draw(self, count: int, draws: Draws) -> Batch:
         """Draw `count` clips with prompts of one length, lengths as often as they occur."""
-        sizes = torch.tensor([float(len(indices)) for indices, _ in self._groups], device=self.device)
-        group = int(torch.multinomial(sizes, 1, generator=generator))
+        sizes = torch.tensor([float(len(indices)) for indices, _ in self._groups])
+        group = int(torch.multinomial(sizes, 1, generator=draws.host))
+        picks = torch.randint(len(self._groups[group][0]), (count,), generator=draws.host)
+        return self._batch(group, picks.to(self.device))
+
+    def batches(self, count: int) -> Iterator[Batch]:
+        """Yield every clip once, at most `count` at a time."""
+        for group, (indices, _) in enumerate(self._groups):
+            for picks in torch.arange(len(indices), device=self.device).split(count):
+                yield self._batch(group, picks)
+
+    def _batch(self, group: int, picks: torch.Tensor) -> Batch:
         indices, text = self._groups[group]
-        picks = torch.randint(len(indices), (count,), generator=generator, device=self.device)
         packing = pack(text.shape[1], self.shape, self.device)
         return Batch(packing, self._video[indices[picks]], self._audio[indices[picks]], text[picks])
 

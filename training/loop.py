@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,13 @@ import torch
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 
+from .backward import Backward, Losses
+
 
 WEIGHTS_FILE, STATE_FILE, HISTORY_FILE = "weights.safetensors", "state.pt", "history.json"
 
-# Losses of one part of a batch; the entry "loss" is the one that is differentiated.
-Losses = dict[str, torch.Tensor]
+# One part of a batch: what its tensors share (compared, so it must be hashable), and the tensors.
+Part = tuple[Hashable, tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Schedule:
         learning_rate (`float`): Peak of the learning rate, after `warmup` steps.
         warmup (`int`): Steps of linear warm-up.
         average (`float`): Decay of the averaged weights, which are what a stage hands on.
+        graphs (`bool`): Whether stages of many small kernels replay them as CUDA graphs on a card.
         report_seconds, save_seconds (`float`): How often a line is printed and a checkpoint saved.
     """
 
@@ -35,6 +38,7 @@ class Schedule:
     learning_rate: float = 1e-3
     warmup: int = 100
     average: float = 0.999
+    graphs: bool = True
     report_seconds: float = 5.0
     save_seconds: float = 60.0
 
@@ -45,27 +49,49 @@ class Schedule:
         return self.learning_rate * warm * cosine
 
 
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers of one step: `host` for choices that Python makes, `device` for whole tensors."""
+
+    host: torch.Generator
+    device: torch.Generator
+
+    @classmethod
+    def of(cls, seed: int, step: int, device: torch.device) -> "Draws":
+        """Seed both for one step of a stage."""
+        number = (seed << 32) + step
+        return cls(torch.Generator().manual_seed(number), torch.Generator(device).manual_seed(number))
+
+    def normal(self, shape: torch.Size) -> torch.Tensor:
+        """Draw unit normal numbers on the device."""
+        return torch.randn(shape, generator=self.device, device=self.device.device)
+
+
 def fit(
     folder: Path,
     module: torch.nn.Module,
-    losses: Callable[[torch.Generator], Iterator[Losses]],
+    draw: Callable[[Draws], Iterator[Part]],
+    losses: Callable[..., Losses],
     schedule: Schedule,
     device: torch.device,
     seed: int = 0,
+    graphed: bool = False,
 ) -> list[dict[str, float]]:
     """Train the parameters of `module` that ask for gradients, on from where `folder` stands.
 
-    Every step seeds its own generator, so a stage that was stopped and resumed gives the weights of one that was not.
+    Every step seeds its own generators, so a stage that was stopped and resumed gives the weights of one that was not.
     `module` is left with the averaged weights.
 
     Args:
         folder (`Path`): Where `weights.safetensors` (averaged), `state.pt` (everything needed to go on) and
             `history.json` are kept. A finished stage has no state any more.
         module (`torch.nn.Module`): The module; frozen parameters are neither saved nor restored.
-        losses (`Callable`): Called once per step with its generator; yields the losses of each part of the batch.
+        draw (`Callable`): Called once per step with its random numbers; yields the parts of the batch.
+        losses (`Callable`): Called with the key and the tensors of a part; returns its losses.
         schedule (`Schedule`): Steps, minutes and rates.
-        device (`torch.device`): Where the generator draws.
+        device (`torch.device`): Where the module is.
         seed (`int`): Seed of the stage.
+        graphed (`bool`): Whether `losses` may be captured as a CUDA graph.
 
     Returns:
         `list[dict]`: the history: step, seconds, learning rate and mean losses since the entry before.
@@ -83,23 +109,19 @@ def fit(
     average = EMAModel(trained.values(), decay=schedule.average, use_ema_warmup=True, power=0.75, foreach=True)
     step = _restore(folder, trained, optimizer, average, device)
 
+    backward = Backward(losses, trained.values(), graphed and schedule.graphs and device.type == "cuda")
+
     start = reported = saved = time.monotonic()
     before = history[-1]["seconds"] if history else 0.0
     sums: dict[str, float] = {}
     counted = 0
     while step < schedule.steps and time.monotonic() - start < 60 * schedule.minutes:
-        generator = torch.Generator(device).manual_seed((seed << 32) + step)
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
-        optimizer.zero_grad()
-        parts = []
-        for part in losses(generator):
-            part["loss"].backward()
-            parts.append({name: value.detach() for name, value in part.items()})
-        for parameter in trained.values():
-            if parameter.grad is not None:
-                parameter.grad /= len(parts)
-        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.zero_grad(set_to_none=False)
+        parts = [backward(*part) for part in draw(Draws.of(seed, step, device))]
+        # Gradients are sums over the parts. Adam divides by their size, so only the clipping has to know.
+        torch.nn.utils.clip_grad_norm_(trained.values(), float(len(parts)))
         optimizer.step()
         average.step(trained.values())
         step += 1

@@ -30,9 +30,9 @@ class LatentShape:
     audio: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
-    """The layout of one packed sequence.
+    """The layout of one packed sequence, equal to itself only.
 
     Attributes:
         arguments (`dict[str, torch.Tensor]`): What the transformer's forward pass takes, on its device.
@@ -42,14 +42,14 @@ class Packing:
     arguments: dict[str, torch.Tensor]
     host: dict[str, torch.Tensor]
 
-    def timesteps(self, video: float, audio: float) -> dict[str, torch.Tensor]:
-        """Return the transformer's `timestep` and `timestep_indices` for one time per modality."""
+    def timesteps(self, video: float, audio: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the transformer's `timestep` and `timestep_indices` for one time `1 − σ` per modality."""
         text_len = len(self.host["text_indices"])
         tables = MiniMaxH3SetTimestepsStep.build_row_timesteps(
             self.host["video_indices"], self.host["audio_indices"], 0, 0, text_len, video, audio, 1.0, 1.0
         )
         device = self.arguments["text_indices"].device
-        return {name: table.to(device) for name, table in zip(("timestep", "timestep_indices"), tables, strict=True)}
+        return tuple(table.to(device) for table in tables)
 
 
 @lru_cache
@@ -98,16 +98,17 @@ def velocity(
     video: torch.Tensor,
     audio: torch.Tensor,
     text: torch.Tensor,
-    times: tuple[float, float],
+    timesteps: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Predict the data-ward velocity of noisy video and audio rows, float32, at the times `1 − σ` of each."""
+    """Predict the data-ward velocity of noisy video and audio rows, float32, at what `Packing.timesteps` returns."""
     with mixed_precision(video.device):
         output = transformer(
             hidden_states=video,
             audio_hidden_states=audio,
             encoder_hidden_states=text,
+            timestep=timesteps[0],
+            timestep_indices=timesteps[1],
             return_dict=False,
-            **packing.timesteps(*times),
             **packing.arguments,
         )
     return output[0].float(), output[1].float()
@@ -134,7 +135,8 @@ def denoise(
     scheduler, audio_scheduler = schedules(calls)
     yield video, audio
     for time, audio_time in zip(scheduler.timesteps.tolist(), audio_scheduler.timesteps.tolist(), strict=True):
-        video_flow, audio_flow = velocity(transformer, packing, video, audio, text, (time, audio_time))
+        timesteps = packing.timesteps(time, audio_time)
+        video_flow, audio_flow = velocity(transformer, packing, video, audio, text, timesteps)
         video = scheduler.step(video_flow, time, video, return_dict=False)[0]
         audio = audio_scheduler.step(audio_flow, audio_time, audio, return_dict=False)[0]
         yield video, audio

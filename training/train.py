@@ -28,6 +28,7 @@ Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Clips per part of a batch.")]
 Parts = Annotated[int, typer.Option(min=1, help="Parts per step, each at a time of its own.")]
 Clips = Annotated[int, typer.Option(min=1, help="Clips of the encoded pool.")]
+Graphs = Annotated[bool, typer.Option(help="On a card, replay forward and backward passes as CUDA graphs.")]
 Device = Annotated[str, typer.Option(help="Device to run on; the first card by default, else the CPU.")]
 
 _DEFAULT_RUN = Path("runs/tiny")
@@ -41,10 +42,11 @@ def video_vae(
     minutes: Minutes = 8.0,
     learning_rate: Rate = 2e-3,
     batch: BatchSize = 16,
+    graphs: Graphs = True,
     device: Device = _DEFAULT_DEVICE,
 ) -> None:
     """Train the video autoencoder."""
-    autoencoders.train_video_vae(run, Schedule(steps, minutes, learning_rate), _open(device), batch)
+    autoencoders.train_video_vae(run, Schedule(steps, minutes, learning_rate, graphs=graphs), _open(device), batch)
 
 
 @app.command()
@@ -54,10 +56,11 @@ def audio_vae(
     minutes: Minutes = 8.0,
     learning_rate: Rate = 2e-3,
     batch: BatchSize = 8,
+    graphs: Graphs = True,
     device: Device = _DEFAULT_DEVICE,
 ) -> None:
     """Train the sound autoencoder; it may run beside `video-vae` on one card."""
-    autoencoders.train_audio_vae(run, Schedule(steps, minutes, learning_rate), _open(device), batch)
+    autoencoders.train_audio_vae(run, Schedule(steps, minutes, learning_rate, graphs=graphs), _open(device), batch)
 
 
 @app.command("dense")
@@ -69,12 +72,13 @@ def dense_stage(
     batch: BatchSize = 64,
     parts: Parts = 4,
     clips: Clips = 4096,
+    graphs: Graphs = True,
     device: Device = _DEFAULT_DEVICE,
 ) -> None:
     """Train the dense transformer by flow matching."""
     target = _open(device)
     pool = LatentPool(run, target, clips)
-    dense.train_dense(run, Schedule(steps, minutes, learning_rate), target, pool, batch, parts)
+    dense.train_dense(run, Schedule(steps, minutes, learning_rate, graphs=graphs), target, pool, batch, parts)
 
 
 @app.command()
@@ -86,12 +90,13 @@ def align(
     batch: BatchSize = 32,
     parts: Parts = 2,
     clips: Clips = 1024,
+    graphs: Graphs = True,
     device: Device = _DEFAULT_DEVICE,
 ) -> None:
     """Fit the linear branch of each layer to the dense layer."""
     target = _open(device)
     pool = LatentPool(run, target, clips)
-    hybrid.train_align(run, Schedule(steps, minutes, learning_rate), target, pool, batch, parts)
+    hybrid.train_align(run, Schedule(steps, minutes, learning_rate, graphs=graphs), target, pool, batch, parts)
 
 
 @app.command("hybrid")
@@ -103,12 +108,13 @@ def hybrid_stage(
     batch: BatchSize = 32,
     parts: Parts = 4,
     clips: Clips = 2048,
+    graphs: Graphs = True,
     device: Device = _DEFAULT_DEVICE,
 ) -> None:
     """Train branch and adapter `default` end to end."""
     target = _open(device)
     pool = LatentPool(run, target, clips)
-    hybrid.train_hybrid(run, Schedule(steps, minutes, learning_rate), target, pool, batch, parts)
+    hybrid.train_hybrid(run, Schedule(steps, minutes, learning_rate, graphs=graphs), target, pool, batch, parts)
 
 
 @app.command("turbo")
@@ -117,15 +123,19 @@ def turbo_stage(
     steps: Steps = 600,
     minutes: Minutes = 8.0,
     learning_rate: Rate = 1e-3,
-    batch: BatchSize = 32,
+    batch: BatchSize = 64,
+    parts: Parts = 4,
     substeps: Annotated[int, typer.Option(min=1, help="Teacher calls for one of the student's.")] = 4,
     clips: Clips = 1024,
+    graphs: Graphs = True,
     device: Device = _DEFAULT_DEVICE,
 ) -> None:
     """Train the adapter `turbo` for eight calls."""
     target = _open(device)
     pool = LatentPool(run, target, clips)
-    turbo.train_turbo(run, Schedule(steps, minutes, learning_rate), target, pool, batch, substeps)
+    turbo.train_turbo(
+        run, Schedule(steps, minutes, learning_rate, graphs=graphs), target, pool, batch, parts, substeps
+    )
 
 
 @app.command()

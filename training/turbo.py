@@ -1,22 +1,24 @@
 """Stage `turbo`: an adapter that makes eight transformer calls go where the hybrid model's many calls go."""
 
+from collections import defaultdict
 from collections.abc import Iterator
-from copy import deepcopy
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
+from .backward import Losses
+from .dense import distance
 from .hybrid import add_adapter, attention_linears, load_hybrid, train_only
 from .latents import LatentPool
-from .loop import Losses, Schedule, fit, load_weights
+from .loop import Draws, Part, Schedule, fit, load_weights
 from .packing import denoise, schedules, velocity
 from .release import TURBO_ADAPTER
 
 
 TURBO_CALLS = 8
-TURBO_RANK = 16
+TURBO_RANK = 12
 
 _FEED_FORWARD_LINEARS = ("ff.net.0.proj", "ff.net.2")
 
@@ -30,40 +32,75 @@ def turbo_linears(transformer: MiniMaxH3Transformer3DModel) -> list[str]:
     return [*attention, *feed_forward, *modulation, "norm_out.linear"]
 
 
+class Trajectories:
+    """Where the teacher goes with the clips of a pool: their rows at every point of the student's schedule.
+
+    The teacher takes `substeps` calls where the student takes one: their schedules share every `substeps`-th point.
+
+    Args:
+        teacher (`MiniMaxH3Transformer3DModel`): The transformer that is called often.
+        pool (`LatentPool`): Prompts, and the shape of the clips; every one starts from noise of its own.
+        substeps (`int`): Calls of the teacher for one of the student's.
+        draws (`Draws`): The noise.
+        batch (`int`): Clips at a time.
+    """
+
+    def __init__(
+        self, teacher: MiniMaxH3Transformer3DModel, pool: LatentPool, substeps: int, draws: Draws, batch: int = 128
+    ):
+        groups = defaultdict(list)
+        for clips in pool.batches(batch):
+            noise = draws.normal(clips.video.shape), draws.normal(clips.audio.shape)
+            states = list(denoise(teacher, clips.packing, *noise, clips.text, TURBO_CALLS * substeps))[::substeps]
+            video, audio = (torch.stack(rows) for rows in zip(*states, strict=True))
+            groups[clips.packing].append((video, audio, clips.text))
+        # Per layout: video and audio ``[points, N, rows, C]`` and text ``[N, tokens, C]``.
+        self._groups = [
+            (packing, *(torch.cat(rows, dim) for rows, dim in zip(zip(*chunks, strict=True), (1, 1, 0), strict=True)))
+            for packing, chunks in groups.items()
+        ]
+        schedulers = schedules(TURBO_CALLS)
+        self._sigmas = list(zip(*(scheduler.sigmas.tolist() for scheduler in schedulers), strict=True))
+
+    def parts(self, batch: int, parts: int, draws: Draws) -> Iterator[Part]:
+        """Yield the parts of a step: rows at a point and the one velocity whose Euler step ends at the next point."""
+        sizes = torch.tensor([float(len(text)) for *_, text in self._groups])
+        for index, offset in enumerate(torch.rand(parts, generator=draws.host).tolist()):
+            packing, video, audio, text = self._groups[int(torch.multinomial(sizes, 1, generator=draws.host))]
+            picks = torch.randint(len(text), (batch,), generator=draws.host).to(text.device)
+            point = int((index + offset) / parts * TURBO_CALLS)
+            flow = [
+                (rows[point + 1, picks] - rows[point, picks]) / (sigma - next_sigma)
+                for rows, sigma, next_sigma in zip(
+                    (video, audio), self._sigmas[point], self._sigmas[point + 1], strict=True
+                )
+            ]
+            timesteps = packing.timesteps(*(1 - sigma for sigma in self._sigmas[point]))
+            yield packing, (video[point, picks], audio[point, picks], text[picks], *timesteps, *flow)
+
+
 def train_turbo(
     run: Path,
     schedule: Schedule,
     device: torch.device,
     pool: LatentPool,
     batch: int = 32,
+    parts: int = 4,
     substeps: int = 4,
     seed: int = 0,
 ) -> MiniMaxH3Transformer3DModel:
-    """Train the adapter `turbo` by regression on the teacher's trajectories.
-
-    The teacher takes `substeps` calls where the student takes one: their schedules share every `substeps`-th point.
-    From each such point the student learns the one velocity whose Euler step ends where the teacher arrives.
-    """
+    """Train the adapter `turbo` by regression on the teacher's trajectories, computed at the start of a piece."""
     torch.manual_seed(seed)
-    teacher = load_hybrid(run, device, pool.text_dim, "hybrid")
-    student = deepcopy(teacher)
+    student = load_hybrid(run, device, pool.text_dim, "hybrid")
+    trajectories = Trajectories(student, pool, substeps, Draws.of(seed, 0, device))
     add_adapter(student, TURBO_ADAPTER, turbo_linears(student), TURBO_RANK)
     train_only(student, TURBO_ADAPTER)
-    sigmas, audio_sigmas = (scheduler.sigmas.tolist() for scheduler in schedules(TURBO_CALLS))
 
-    def losses(generator: torch.Generator) -> Iterator[Losses]:
-        clips = pool.draw(batch, generator)
-        noise = [torch.randn(rows.shape, generator=generator, device=device) for rows in (clips.video, clips.audio)]
-        states = denoise(teacher, clips.packing, *noise, clips.text, TURBO_CALLS * substeps)
-        points = [state for index, state in enumerate(states) if index % substeps == 0]
-        steps = zip(pairwise(points), pairwise(sigmas), pairwise(audio_sigmas), strict=True)
-        for ((video, audio), (next_video, next_audio)), (s, next_s), (audio_s, next_audio_s) in steps:
-            predicted = velocity(student, clips.packing, video, audio, clips.text, (1 - s, 1 - audio_s))
-            video_loss = (predicted[0] - (next_video - video) / (s - next_s)).square().mean()
-            audio_loss = (predicted[1] - (next_audio - audio) / (audio_s - next_audio_s)).square().mean()
-            yield {"loss": video_loss + audio_loss, "video": video_loss, "audio": audio_loss}
+    def losses(packing, video, audio, text, timestep, timestep_indices, *flow) -> Losses:
+        return distance(velocity(student, packing, video, audio, text, (timestep, timestep_indices)), flow)
 
-    fit(run / "turbo", student, losses, schedule, device, seed)
+    draw = partial(trajectories.parts, batch, parts)
+    fit(run / "turbo", student, draw, losses, schedule, device, seed, graphed=True)
     return student
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from training import data, dense, evaluate, export, hybrid, packing, turbo
+from training import data, dense, evaluate, export, hybrid, loop, packing, turbo
 
 
 MERGED_TOLERANCE = 0.008
@@ -63,14 +63,15 @@ def test_the_merged_release_computes_what_the_run_does(stage, release, grown, de
         if stage == "turbo"
         else hybrid.load_hybrid(grown, device, pool.text_dim, "hybrid")
     )
-    generator = torch.Generator().manual_seed(0)
-    batch = pool.draw(1, generator)
-    noisy, _, times = dense.noised(batch, 0.3, generator)
+    draws = loop.Draws.of(0, 0, torch.device("cpu"))
+    batch = pool.draw(1, draws)
+    noisy, _, times = dense.noised(batch, 0.3, draws)
+    timesteps = batch.packing.timesteps(*times)
     with torch.no_grad():
-        expected = packing.velocity(beside, batch.packing, *noisy, batch.text, times)
-        found = packing.velocity(merged, batch.packing, *noisy, batch.text, times)
+        expected = packing.velocity(beside, batch.packing, *noisy, batch.text, timesteps)
+        found = packing.velocity(merged, batch.packing, *noisy, batch.text, timesteps)
         beside.disable_lora()
-        without = packing.velocity(beside, batch.packing, *noisy, batch.text, times)
+        without = packing.velocity(beside, batch.packing, *noisy, batch.text, timesteps)
     for value, other, right in zip(found, without, expected, strict=True):
         assert relative_error(value, right) < MERGED_TOLERANCE
         assert relative_error(other, right) > 5 * MERGED_TOLERANCE

@@ -22,7 +22,7 @@ def train_stage(stage, run, schedule, device, pool):
         return hybrid.train_align(run, schedule, device, pool, batch=1, parts=1)
     if stage == "hybrid":
         return hybrid.train_hybrid(run, schedule, device, pool, batch=1, parts=1)
-    return turbo.train_turbo(run, schedule, device, pool, batch=1, substeps=1)
+    return turbo.train_turbo(run, schedule, device, pool, batch=1, parts=2, substeps=1)
 
 
 def copy_of(trained, folder, without):
@@ -95,7 +95,8 @@ def test_a_loss_that_is_not_finite_stops_the_stage(tmp_path, device, short):
         loop.fit(
             tmp_path / "bad",
             module,
-            lambda generator: [{"loss": module.weight.sum() * float("nan")}],
+            lambda draws: [(None, (torch.tensor(float("nan")),))],
+            lambda key, factor: {"loss": module.weight.sum() * factor},
             short(3),
             device,
         )
@@ -106,12 +107,15 @@ def test_losses_fall_and_the_averaged_weights_follow(tmp_path, device, short):
     module = torch.nn.Linear(2, 1, bias=False)
     target = torch.tensor([[0.5, -0.25]])
 
-    def losses(generator):
-        x = torch.randn(16, 2, generator=generator)
-        for part in x.split(8):
-            yield {"loss": (module(part) - part @ target.T).square().mean()}
+    def draw(draws):
+        for part in draws.normal((16, 2)).split(8):
+            yield "line", (part, part @ target.T)
 
-    history = loop.fit(tmp_path / "line", module, losses, short(1500, average=0.9), device)
+    def losses(key, x, y):
+        assert key == "line"
+        return {"loss": (module(x) - y).square().mean()}
+
+    history = loop.fit(tmp_path / "line", module, draw, losses, short(1500, average=0.9), device)
     assert history[-1]["loss"] < 0.01 * history[0]["loss"]
     fresh = torch.nn.Linear(2, 1, bias=False)
     loop.load_weights(fresh, tmp_path / "line")
@@ -121,10 +125,10 @@ def test_losses_fall_and_the_averaged_weights_follow(tmp_path, device, short):
 
 def test_noise_and_clip_lie_where_the_scheduler_puts_them(pool):
     """From noisy rows and the true velocity one scheduler step to the end arrives at the clip."""
-    generator = torch.Generator().manual_seed(0)
-    batch = pool.draw(2, generator)
+    draws = loop.Draws.of(0, 0, torch.device("cpu"))
+    batch = pool.draw(2, draws)
     fraction = 3 / 8
-    noisy, flow, times = dense.noised(batch, fraction, generator)
+    noisy, flow, times = dense.noised(batch, fraction, draws)
     for rows, velocity, time, scheduler, clean in zip(
         noisy, flow, times, packing.schedules(8), (batch.video, batch.audio), strict=True
     ):
@@ -140,6 +144,32 @@ def test_noise_and_clip_lie_where_the_scheduler_puts_them(pool):
 def test_the_teachers_schedule_holds_every_point_of_the_students():
     for fine, coarse in zip(packing.schedules(32), packing.schedules(8), strict=True):
         torch.testing.assert_close(fine.sigmas[::4], coarse.sigmas, atol=1e-7, rtol=0)
+
+
+def test_the_students_steps_end_where_the_teacher_arrives(trained, device, pool):
+    """Every part's velocity, taken for one step of the student's schedule, ends at a point of the teacher's path."""
+    draws = loop.Draws.of(0, 0, device)
+    teacher = hybrid.load_hybrid(trained, device, pool.text_dim, "hybrid")
+    trajectories = turbo.Trajectories(teacher, pool, 2, loop.Draws.of(0, 0, device))
+    paths = {}
+    for clips in pool.batches(128):
+        noise = draws.normal(clips.video.shape), draws.normal(clips.audio.shape)
+        states = list(packing.denoise(teacher, clips.packing, *noise, clips.text, 16))
+        paths[clips.packing] = [(states[index][0], states[index][1]) for index in range(0, 17, 2)]
+    seen = []
+    for layout, (video, audio, _, timestep, _, *flow) in trajectories.parts(3, 8, loop.Draws.of(1, 0, device)):
+        point = len(seen)
+        sigmas = [(scheduler.sigmas[point], scheduler.sigmas[point + 1]) for scheduler in packing.schedules(8)]
+        assert {round(float(1 - s), 4) for s, _ in sigmas} <= {round(float(time), 4) for time in timestep}
+        for rows, velocity, (sigma, next_sigma), modality in zip((video, audio), flow, sigmas, (0, 1), strict=True):
+            arrived = rows + (sigma - next_sigma) * velocity
+            for start, end in zip(rows, arrived, strict=True):
+                starts, ends = paths[layout][point][modality], paths[layout][point + 1][modality]
+                clip = int((starts - start).abs().amax((1, 2)).argmin())
+                torch.testing.assert_close(start, starts[clip])
+                torch.testing.assert_close(end, ends[clip], atol=1e-5, rtol=1e-5)
+        seen.append(point)
+    assert len(seen) == 8
 
 
 def test_rows_are_packed_as_the_pipeline_unpacks_them(pool):
@@ -175,12 +205,12 @@ def test_layers_are_aligned_on_the_teachers_inputs(trained, device, pool):
     )
     taught = hybrid.AttentionTap(teacher)
     learnt = hybrid.AttentionTap(student, source=taught)
-    generator = torch.Generator().manual_seed(0)
-    batch = pool.draw(1, generator)
-    noisy, _, times = dense.noised(batch, 0.5, generator)
+    draws = loop.Draws.of(0, 0, device)
+    batch = pool.draw(1, draws)
+    noisy, _, times = dense.noised(batch, 0.5, draws)
     with torch.no_grad():
         for transformer in (teacher, student):
-            packing.velocity(transformer, batch.packing, *noisy, batch.text, times)
+            packing.velocity(transformer, batch.packing, *noisy, batch.text, batch.packing.timesteps(*times))
     for mine, theirs in zip(learnt.inputs, taught.inputs, strict=True):
         assert torch.equal(mine, theirs)
     assert not torch.equal(taught.inputs[1], taught.inputs[0])

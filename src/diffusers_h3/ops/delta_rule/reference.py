@@ -8,9 +8,11 @@ def solve_factors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``M = diag(α)·P`` and ``U = scale_cross·B·P`` with ``P = (I + scale_gram·A)⁻¹`` by Cholesky."""
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky(identity + gram * scale_gram)
+    # Unchecked: the matrix is positive definite by construction, and a check would wait for the device.
+    factor, _ = torch.linalg.cholesky_ex(identity + gram * scale_gram)
     right_hand_sides = torch.cat((identity.expand_as(gram), scale_cross * cross.transpose(-1, -2)), dim=-1)
-    solution = torch.cholesky_solve(right_hand_sides, factor)
+    solution = torch.linalg.solve_triangular(factor, right_hand_sides, upper=False)
+    solution = torch.linalg.solve_triangular(factor.mT, solution, upper=True)
     transition, update = solution.split((gram.shape[-1], cross.shape[-2]), dim=-1)
     if alpha is not None:
         transition = alpha.unsqueeze(-1) * transition
