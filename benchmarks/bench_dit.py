@@ -194,6 +194,12 @@ def _ratio(row: dict, base: dict | None) -> str:
     return f"{base['s_per_call'] / row['s_per_call']:.2f}×"
 
 
+def heading(report: dict) -> list[str]:
+    """Return the lines that say what a report was made on and with."""
+    settings = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in report["settings"].items())
+    return [", ".join(f"{key} {value}" for key, value in report["environment"].items() if value), "", settings, ""]
+
+
 def markdown(report: dict) -> str:
     """Return the report's tables: every run beside the dense ones of its length, growth, parts, and what failed."""
     rows = report["runs"]
@@ -206,8 +212,7 @@ def markdown(report: dict) -> str:
         cells.append(number(row, "s_per_call", 3) if "s_per_call" in row else "failed")
         cells += [_ratio(row, dense.get((name, row["frames"]))) for name in names]
         body.append([*cells, *(number(row, key, 1) for key in ("peak_gb", "weights_gb", "first_call_s"))])
-    settings = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in report["settings"].items())
-    lines = [", ".join(f"{key} {value}" for key, value in report["environment"].items() if value), "", settings, ""]
+    lines = heading(report)
     lines += table([*header, "peak GB", "weights GB", "first call s"], body)
     if report["growth"]:
         lines += ["", "Time grows with the rows to the power of:", ""]
@@ -289,27 +294,39 @@ def write(report: dict, folder: pathlib.Path) -> bool:
     return plot(report, folder / "dit.png")
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    runs = ["dense:bf16", "hybrid:bf16", "hybrid:fp8", "hybrid:fp8:fp8"]
-    parser.add_argument("--runs", type=parse_run, nargs="+", default=[parse_run(name) for name in runs])
+def make_parser(description: str, frames: list[int], output: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that every benchmark of the whole model takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--height", type=int, default=768)
     parser.add_argument("--width", type=int, default=1344)
-    parser.add_argument("--frames", "--num-frames", type=parse_frames, nargs="+", default=[345])
+    parser.add_argument("--frames", "--num-frames", type=parse_frames, nargs="+", default=frames)
     parser.add_argument("--text-rows", type=int, default=200)
     parser.add_argument("--layers", type=int, default=50)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--backend", default="auto", help="window backend of the hybrid runs")
-    parser.add_argument("--eager", action="store_true", help="compile the blocks of no run")
-    parser.add_argument("--tuned", action="store_true", help="let Inductor search the tiles of its kernels")
-    parser.add_argument("--profile", action="store_true", help="add the time per kernel and part of one more call")
-    parser.add_argument("--tiny", action="store_true", help="a small model and canvas, to test the script")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("outputs/dit"), help="a folder")
+    parser.add_argument("--backend", default="auto", help="window backend of the hybrid model")
+    parser.add_argument("--tiny", action="store_true", help="small models and canvas, to test the script")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path(output), help="a folder")
+    return parser
+
+
+def parse_clip(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Parse and end with an error where the canvas is none that MiniMax-H3 has."""
     arguments = parser.parse_args(argv)
     if arguments.tiny:
         arguments.height, arguments.width = 96, 160
     if arguments.height % 32 or arguments.width % 32:
         parser.error(f"height and width must be multiples of 32, got {arguments.height} and {arguments.width}")
+    return arguments
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__, frames=[345], output="outputs/dit")
+    runs = ["dense:bf16", "hybrid:bf16", "hybrid:fp8", "hybrid:fp8:fp8"]
+    parser.add_argument("--runs", type=parse_run, nargs="+", default=[parse_run(name) for name in runs])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--eager", action="store_true", help="compile the blocks of no run")
+    parser.add_argument("--tuned", action="store_true", help="let Inductor search the tiles of its kernels")
+    parser.add_argument("--profile", action="store_true", help="add the time per kernel and part of one more call")
+    arguments = parse_clip(parser, argv)
     if arguments.repeats < 1 or arguments.layers < 1:
         parser.error(f"`--repeats` and `--layers` must be at least 1, got {arguments.repeats} and {arguments.layers}")
     return arguments

@@ -3,7 +3,7 @@
 import re
 
 import torch
-from diffusers import MiniMaxH3Transformer3DModel
+from diffusers import AutoencoderKLMiniMaxH3, MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep, MiniMaxH3SetTimestepsStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import audio_latent_num_frames
 
@@ -22,6 +22,14 @@ TINY = {
     "text_dim": 48,
     "time_embed_dim": 32,
     "time_embed_hidden_dim": 64,
+}
+TINY_VAE = {
+    "block_out_channels": (8,) * 6,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "decoder_num_layers": 2,
+    "decoder_num_attention_heads": 2,
+    "decoder_attention_head_dim": 16,
 }
 TINY_HYBRID = TINY | {"hybrid_attention": HybridAttentionConfig(linear_head_dim=32).to_dict()}
 
@@ -66,6 +74,17 @@ def _random_parameter(name, shape, generator, device, dtype):
         return torch.zeros(shape, dtype=dtype, device=device)
     fan_in = max(1, torch.Size(shape[1:]).numel())
     return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(fan_in**-0.5)
+
+
+def random_vae(device: str, **config):
+    """Return a video VAE with fresh weights, in the dtypes that loading the released one in bfloat16 gives."""
+    with torch.device(device):
+        vae = AutoencoderKLMiniMaxH3(**config)
+    for name, parameter in vae.named_parameters():
+        parameter.requires_grad_(False)
+        if not any(part in vae._keep_in_fp32_modules for part in name.split(".")):
+            parameter.data = parameter.data.bfloat16()
+    return vae.eval()
 
 
 def request_inputs(model, height: int, width: int, num_frames: int, text_rows: int, device: str):

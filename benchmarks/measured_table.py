@@ -1,9 +1,9 @@
-"""Make the table of measurements that `diffusers-h3 plan` starts from, of what `bench_dit.py` wrote.
+"""Make the table of measurements that `diffusers-h3 plan` starts from, of what the benchmarks wrote.
 
     python benchmarks/measured_table.py
 
-Reads every `results/*.json` with runs of the whole transformer and writes `src/diffusers_h3/planning/measured.json`.
-Runs that failed, of fewer layers or without finite output are left out.
+Reads every `results/*.json` with runs of the whole transformer (`bench_dit.py`, `bench_memory.py`) and writes
+`src/diffusers_h3/planning/measured.json`. Runs that failed, of fewer layers or without finite output are left out.
 """
 
 import json
@@ -18,7 +18,7 @@ ABOUT_THE_RUN = ("date", "device")
 
 
 def entries(report):
-    """Return the table's entries of one report of `bench_dit.py`."""
+    """Return the table's entries of one report."""
     if report.get("settings", {}).get("layers") != FULL_LAYERS:
         return []
     return [entry(report["environment"], run) for run in report["runs"] if is_complete(run)]
@@ -48,6 +48,7 @@ def entry(environment, run):
         "seconds_per_call": run["s_per_call"],
         "peak_gb": run["peak_gb"],
         "weights_gb": run["weights_gb"],
+        "use_stream": run.get("use_stream", False),
     }
 
 

@@ -76,7 +76,7 @@ def train_video_vae(
         loss = error + _KL_WEIGHT * divergence
         return {"loss": loss, "kl": divergence, "psnr": decibels, "shape_psnr": shape_decibels}
 
-    fit(run / "video_vae", vae, draw, losses, schedule, device, seed, graphed=True)
+    fit(run / "video_vae", vae, draw, losses, schedule, device, seed)
     with torch.no_grad():
         scenes = data.draw_scenes(statistics_clips, seed).to(device)
         latents = torch.cat(
@@ -118,7 +118,7 @@ def train_audio_vae(
         loss = 10 * error + (reconstructed - wave).abs().mean() + 0.1 * spectral + _KL_WEIGHT * divergence
         return {"loss": loss, "error": error, "kl": divergence, "snr": decibels}
 
-    fit(run / "audio_vae", vae, draw, losses, schedule, device, seed, graphed=True)
+    fit(run / "audio_vae", vae, draw, losses, schedule, device, seed)
     with torch.no_grad():
         scenes = data.draw_scenes(statistics_clips, seed).to(device)
         wave = data.render_audio(scenes, num_latents).flatten(0, 1)[:, None]

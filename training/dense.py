@@ -37,9 +37,9 @@ def flow_parts(pool: LatentPool, batch: int, parts: int, draws: Draws) -> Iterat
     All clips of a part share its two times, as diffusers' tables do; the parts' times come from one stratum of the
     schedule each, so that a step covers it evenly.
     """
-    for index, offset in enumerate(torch.rand(parts, generator=draws.host).tolist()):
+    for fraction in draws.strata(parts):
         clips = pool.draw(batch, draws)
-        noisy, flow, times = noised(clips, (index + offset) / parts, draws)
+        noisy, flow, times = noised(clips, fraction, draws)
         yield clips.packing, (*noisy, clips.text, *clips.packing.timesteps(*times), *flow)
 
 
@@ -66,7 +66,7 @@ def train_dense(
         return distance(velocity(transformer, packing, video, audio, text, (timestep, timestep_indices)), flow)
 
     draw = partial(flow_parts, pool, batch, parts)
-    fit(run / "dense", transformer, draw, losses, schedule, device, seed, graphed=True)
+    fit(run / "dense", transformer, draw, losses, schedule, device, seed)
     return transformer
 
 

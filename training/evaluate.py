@@ -12,8 +12,8 @@ from diffusers_h3 import VDNH3Pipeline
 from diffusers_h3.demo.contact_sheet import Clip
 
 from . import data
-from .autoencoders import load_autoencoders, to_pixels
-from .components import PIXEL_MEAN, PIXEL_STD, make_schedulers
+from .autoencoders import load_autoencoders, pixel_statistics, to_pixels
+from .components import make_schedulers
 from .dense import load_dense
 from .hybrid import load_hybrid
 from .latents import latent_shape
@@ -105,7 +105,7 @@ def ground_truth(
         audio = data.render_audio(scene, latent_shape(data.NUM_FRAMES, data.SIZE).audio)[0]
         if run is not None:
             video = vae(to_pixels(video).to(device)).sample.cpu()
-            std, mean = (torch.tensor(values)[:, None, None, None] for values in (PIXEL_STD, PIXEL_MEAN))
+            mean, std = pixel_statistics(video.device)
             video = (video * std + mean).clamp(0, 1)
             audio = audio_vae(audio[:, None].to(device)).sample[:, 0].cpu()
         yield _clip(scenes[index], prompt, video[0].permute(1, 2, 3, 0).numpy(), audio.numpy())

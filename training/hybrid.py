@@ -126,7 +126,7 @@ def train_align(
         return {"loss": sum(errors) / len(errors), "first": errors[0], "last": errors[-1]}
 
     draw = partial(flow_parts, pool, batch, parts)
-    fit(run / "align", student, draw, losses, schedule, device, seed, graphed=True)
+    fit(run / "align", student, draw, losses, schedule, device, seed)
     return student
 
 
@@ -155,5 +155,5 @@ def train_hybrid(
         return {"loss": data + teaching, "data": data, "teacher": teaching}
 
     draw = partial(flow_parts, pool, batch, parts)
-    fit(run / "hybrid", student, draw, losses, schedule, device, seed, graphed=True)
+    fit(run / "hybrid", student, draw, losses, schedule, device, seed)
     return student

@@ -82,10 +82,7 @@ class LatentPool:
 
     def draw(self, count: int, draws: Draws) -> Batch:
         """Draw `count` clips with prompts of one length, lengths as often as they occur."""
-        sizes = torch.tensor([float(len(indices)) for indices, _ in self._groups])
-        group = int(torch.multinomial(sizes, 1, generator=draws.host))
-        picks = torch.randint(len(self._groups[group][0]), (count,), generator=draws.host)
-        return self._batch(group, picks.to(self.device))
+        return self._batch(*draws.pick([len(indices) for indices, _ in self._groups], count))
 
     def batches(self, count: int) -> Iterator[Batch]:
         """Yield every clip once, at most `count` at a time."""

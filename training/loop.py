@@ -29,7 +29,7 @@ class Schedule:
         learning_rate (`float`): Peak of the learning rate, after `warmup` steps.
         warmup (`int`): Steps of linear warm-up.
         average (`float`): Decay of the averaged weights, which are what a stage hands on.
-        graphs (`bool`): Whether stages of many small kernels replay them as CUDA graphs on a card.
+        graphs (`bool`): Whether forward and backward passes are replayed as CUDA graphs on a card.
         report_seconds, save_seconds (`float`): How often a line is printed and a checkpoint saved.
     """
 
@@ -62,6 +62,17 @@ class Draws:
         number = (seed << 32) + step
         return cls(torch.Generator().manual_seed(number), torch.Generator(device).manual_seed(number))
 
+    def strata(self, count: int) -> list[float]:
+        """Draw a number from each of `count` equal parts of [0, 1)."""
+        offsets = torch.rand(count, generator=self.host).tolist()
+        return [(index + offset) / count for index, offset in enumerate(offsets)]
+
+    def pick(self, sizes: list[int], count: int) -> tuple[int, torch.Tensor]:
+        """Draw one of several groups, as often as it is large, and `count` of its members, on the device."""
+        group = int(torch.multinomial(torch.tensor(sizes, dtype=torch.float32), 1, generator=self.host))
+        members = torch.randint(sizes[group], (count,), generator=self.host)
+        return group, members.to(self.device.device)
+
     def normal(self, shape: torch.Size) -> torch.Tensor:
         """Draw unit normal numbers on the device."""
         return torch.randn(shape, generator=self.device, device=self.device.device)
@@ -75,7 +86,6 @@ def fit(
     schedule: Schedule,
     device: torch.device,
     seed: int = 0,
-    graphed: bool = False,
 ) -> list[dict[str, float]]:
     """Train the parameters of `module` that ask for gradients, on from where `folder` stands.
 
@@ -87,11 +97,11 @@ def fit(
             `history.json` are kept. A finished stage has no state any more.
         module (`torch.nn.Module`): The module; frozen parameters are neither saved nor restored.
         draw (`Callable`): Called once per step with its random numbers; yields the parts of the batch.
-        losses (`Callable`): Called with the key and the tensors of a part; returns its losses.
+        losses (`Callable`): Called with the key and the tensors of a part; returns its losses. On a card it is
+            captured as a CUDA graph, unless the schedule says no.
         schedule (`Schedule`): Steps, minutes and rates.
         device (`torch.device`): Where the module is.
         seed (`int`): Seed of the stage.
-        graphed (`bool`): Whether `losses` may be captured as a CUDA graph.
 
     Returns:
         `list[dict]`: the history: step, seconds, learning rate and mean losses since the entry before.
@@ -109,7 +119,7 @@ def fit(
     average = EMAModel(trained.values(), decay=schedule.average, use_ema_warmup=True, power=0.75, foreach=True)
     step = _restore(folder, trained, optimizer, average, device)
 
-    backward = Backward(losses, trained.values(), graphed and schedule.graphs and device.type == "cuda")
+    backward = Backward(losses, trained.values(), schedule.graphs and device.type == "cuda")
 
     start = reported = saved = time.monotonic()
     before = history[-1]["seconds"] if history else 0.0

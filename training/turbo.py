@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -51,32 +52,32 @@ class Trajectories:
         groups = defaultdict(list)
         for clips in pool.batches(batch):
             noise = draws.normal(clips.video.shape), draws.normal(clips.audio.shape)
-            states = list(denoise(teacher, clips.packing, *noise, clips.text, TURBO_CALLS * substeps))[::substeps]
-            video, audio = (torch.stack(rows) for rows in zip(*states, strict=True))
+            states = denoise(teacher, clips.packing, *noise, clips.text, TURBO_CALLS * substeps)
+            points = islice(states, 0, None, substeps)
+            video, audio = (torch.stack(rows, dim=1) for rows in zip(*points, strict=True))
             groups[clips.packing].append((video, audio, clips.text))
-        # Per layout: video and audio ``[points, N, rows, C]`` and text ``[N, tokens, C]``.
+        # Per layout: video and audio ``[N, points, rows, C]`` and text ``[N, tokens, C]``.
         self._groups = [
-            (packing, *(torch.cat(rows, dim) for rows, dim in zip(zip(*chunks, strict=True), (1, 1, 0), strict=True)))
-            for packing, chunks in groups.items()
+            (packing, *(torch.cat(rows) for rows in zip(*chunks, strict=True))) for packing, chunks in groups.items()
         ]
         schedulers = schedules(TURBO_CALLS)
         self._sigmas = list(zip(*(scheduler.sigmas.tolist() for scheduler in schedulers), strict=True))
 
     def parts(self, batch: int, parts: int, draws: Draws) -> Iterator[Part]:
         """Yield the parts of a step: rows at a point and the one velocity whose Euler step ends at the next point."""
-        sizes = torch.tensor([float(len(text)) for *_, text in self._groups])
-        for index, offset in enumerate(torch.rand(parts, generator=draws.host).tolist()):
-            packing, video, audio, text = self._groups[int(torch.multinomial(sizes, 1, generator=draws.host))]
-            picks = torch.randint(len(text), (batch,), generator=draws.host).to(text.device)
-            point = int((index + offset) / parts * TURBO_CALLS)
+        sizes = [len(text) for *_, text in self._groups]
+        for fraction in draws.strata(parts):
+            group, picks = draws.pick(sizes, batch)
+            packing, video, audio, text = self._groups[group]
+            point = int(fraction * TURBO_CALLS)
             flow = [
-                (rows[point + 1, picks] - rows[point, picks]) / (sigma - next_sigma)
+                (rows[picks, point + 1] - rows[picks, point]) / (sigma - next_sigma)
                 for rows, sigma, next_sigma in zip(
                     (video, audio), self._sigmas[point], self._sigmas[point + 1], strict=True
                 )
             ]
             timesteps = packing.timesteps(*(1 - sigma for sigma in self._sigmas[point]))
-            yield packing, (video[point, picks], audio[point, picks], text[picks], *timesteps, *flow)
+            yield packing, (video[picks, point], audio[picks, point], text[picks], *timesteps, *flow)
 
 
 def train_turbo(
@@ -100,7 +101,7 @@ def train_turbo(
         return distance(velocity(student, packing, video, audio, text, (timestep, timestep_indices)), flow)
 
     draw = partial(trajectories.parts, batch, parts)
-    fit(run / "turbo", student, draw, losses, schedule, device, seed, graphed=True)
+    fit(run / "turbo", student, draw, losses, schedule, device, seed)
     return student
 
 

@@ -27,6 +27,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "dense attention": performance.dense_attention,
     "whole models": performance.whole_models,
     "what fits": memory.what_fits,
+    "under a cap": memory.under_a_cap,
     "demo": lambda: held_out.figures("figures"),
     "demo for README": lambda: held_out.figures("docs/figures"),
     "help": lambda: transcript(["--help"]),

@@ -29,7 +29,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _newest(has_section) -> tuple[dict[str, Any], str]:
+def newest(has_section) -> tuple[dict[str, Any], str]:
     """Return the newest report with what is wanted, and a line that says where it comes from."""
     for path in sorted(RESULTS.glob("*.json"), reverse=True):
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def parts_of_a_call() -> str:
     def profiled(report: dict[str, Any]) -> list[dict[str, Any]]:
         return [run for run in report.get("runs", []) if run["run"].startswith("hybrid") and run.get("kernels")]
 
-    report, source = _newest(profiled)
+    report, source = newest(profiled)
     run = max(profiled(report), key=lambda entry: entry["rows"])
     layers = report["settings"]["layers"]
     rows = [
@@ -100,7 +100,7 @@ def parts_of_a_call() -> str:
 
 def window() -> str:
     """Return the window backends of one layer."""
-    report, source = _newest(lambda report: any(key.startswith("window.") for key in report))
+    report, source = newest(lambda report: any(key.startswith("window.") for key in report))
     rows = [
         [f"`{backend}`", f"{report[f'window.{key}.ms']:.1f}", f"{report[f'window.{key}.error']:.1e}"]
         for key, backend in _BACKENDS.items()
@@ -111,14 +111,14 @@ def window() -> str:
 
 def window_chart() -> str:
     """Return the chart of the window backends."""
-    report, _ = _newest(lambda report: any(key.startswith("window.") for key in report))
+    report, _ = newest(lambda report: any(key.startswith("window.") for key in report))
     bars = [(name, report[f"window.{key}.ms"]) for key, name in _BACKENDS.items() if f"window.{key}.ms" in report]
     return bar_chart("The window of one full-size layer", "ms", sorted(bars, key=lambda bar: bar[1]), "flashinfer")
 
 
 def operators() -> str:
     """Return the operators of the linear branch, one layer."""
-    report, source = _newest(lambda report: "delta_factors.ms" in report)
+    report, source = newest(lambda report: "delta_factors.ms" in report)
     rows = []
     for key, milliseconds in report.items():
         name = key.removesuffix(".ms")
@@ -130,7 +130,7 @@ def operators() -> str:
 
 def dense_attention() -> str:
     """Return attention alone, by shape, batch and kernel."""
-    report, source = _newest(lambda report: "attention_speed" in report.get("sections", {}))
+    report, source = newest(lambda report: "attention_speed" in report.get("sections", {}))
     measured = report["sections"]["attention_speed"]["results"]["rows"]
     kernels = list(dict.fromkeys(name for row in measured for name in row["results"]))
     rows = [
@@ -142,7 +142,7 @@ def dense_attention() -> str:
 
 def dense_attention_chart() -> str:
     """Return the chart of attention alone at MiniMax-H3's shape."""
-    report, _ = _newest(lambda report: "attention_speed" in report.get("sections", {}))
+    report, _ = newest(lambda report: "attention_speed" in report.get("sections", {}))
     row = report["sections"]["attention_speed"]["results"]["rows"][-1]
     bars = [(name, found["median_s"] * 1e3) for name, found in row["results"].items() if "median_s" in found]
     return bar_chart(row["shape"], "ms", sorted(bars, key=lambda bar: bar[1]), accent="FlashInfer")
@@ -150,7 +150,7 @@ def dense_attention_chart() -> str:
 
 def whole_models() -> str:
     """Return whole forward passes with the default attention and with FlashInfer's."""
-    report, source = _newest(lambda report: "wan_speed" in report.get("sections", {}))
+    report, source = newest(lambda report: "wan_speed" in report.get("sections", {}))
     names = {"wan_speed": "Wan 2.1 1.3B, 832×480×81", "h3_speed": "dense H3, one block, 345 frames"}
     rows = []
     for section, name in names.items():

@@ -453,7 +453,7 @@ def test_interrupted_and_taken_up_again(start, write, tmp_path, requests, pipeli
 
 
 @pytest.mark.slow
-def test_killed_between_clips_and_taken_up_again(command, quiet_environment, folder, write, tmp_path):
+def test_killed_between_clips_and_taken_up_again(command, quiet_environment, start, folder, write, tmp_path):
     path = write(*[{"prompt": "clip", "id": f"c{n}", "seed": n} for n in range(3)])
     out = tmp_path / "out"
     words = [*command, "generate", "--prompts", path, "--out", out, "--overlay", folder, *SMALL]
@@ -468,8 +468,8 @@ def test_killed_between_clips_and_taken_up_again(command, quiet_environment, fol
     assert not (out / "c2.mp4").exists()
     first = (out / "c0.mp4").read_bytes()
 
-    done = subprocess.run(words, env=quiet_environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = start(path, "--steps", "1", "--force-steps")
+    assert done.code == 0, done.err
     assert _files(out) == ["c0.mp4", "c1.mp4", "c2.mp4"]
     assert set(_statuses(out).values()) == {"done"}
     assert (out / "c0.mp4").read_bytes() == first

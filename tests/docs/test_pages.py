@@ -1,9 +1,7 @@
 """What the pages claim about the source: messages, environment variables, code, commands, figures."""
 
 import ast
-import doctest
 import importlib
-import pkgutil
 import re
 import shlex
 import textwrap
@@ -11,8 +9,6 @@ import textwrap
 import pytest
 import typer
 from typer.main import get_command
-
-import diffusers_h3
 
 
 def _fences(text, language):
@@ -59,27 +55,6 @@ def test_named_variables_of_others_are_read(root, pages):
     read -= {name for name in read if name.startswith("DIFFUSERS_H3_")}
     named = set(re.findall(r"`([A-Z][A-Z_]+)`", pages["environment.md"]))
     assert read <= named
-
-
-def _modules():
-    names = [info.name for info in pkgutil.walk_packages(diffusers_h3.__path__, "diffusers_h3.")]
-    # Kernels import Triton, the entry point runs the command line.
-    return [name for name in names if not name.endswith((".triton", ".__main__"))]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_examples_of_docstrings_and_of_the_api_page_run(pages):
-    examples = "\n".join(_fences(pages["api.md"], "pycon"))
-    tests = [doctest.DocTestParser().get_doctest(examples, {}, "api.md", "docs/api.md", 0)]
-    for name in _modules():
-        tests += doctest.DocTestFinder().find(importlib.import_module(name))
-    runner = doctest.DocTestRunner()
-    for test in tests:
-        runner.run(test)
-    assert runner.summarize(verbose=False).failed == 0
-    assert runner.tries > 10
-    # Those of classes and functions were looked at, whether or not they have examples.
-    assert "diffusers_h3.hybrid.layout.SequenceLayout.rows" in {test.name for test in tests}
 
 
 def test_python_in_pages_compiles_and_imports_what_exists(pages):

@@ -72,11 +72,11 @@ def test_a_merged_adapter_is_refused_as_a_file(name, form, fused_model, adapter_
 
 def test_a_merged_adapter_is_recognised_by_its_digest_alone(make_model, foreign_adapter, tmp_path):
     """Nothing in its keys says what it is."""
-    save_file(foreign_adapter, tmp_path / "mine.safetensors")
+    save_file(foreign_adapter, tmp_path / "mine.safetensors", metadata={"trained": "here"})
     digest = hashlib.sha256((tmp_path / "mine.safetensors").read_bytes()).hexdigest()
     model = make_model(fused_adapters=[{"name": "style", "sha256": digest}])
     _assert_refused(model, "adapter 'style' is already merged", tmp_path / "mine.safetensors", prefix=None)
-    model.load_lora_adapter(foreign_adapter, prefix=None)  # as tensors it cannot be told from another
+    model.load_lora_adapter(foreign_adapter, prefix=None)  # the digest of a file with metadata is not its tensors'
 
 
 @pytest.mark.parametrize("name", ["default", "turbo"])
@@ -371,6 +371,183 @@ def test_the_order_that_fp8_needs_works(make_model, tmp_path):
     assert saved.keys() == expected.keys()
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, expected[name])
+
+
+def _record(model):
+    return [entry["name"] for entry in model.config.fused_adapters or []]
+
+
+def _sources(tensors, folder):
+    """One LoRA in every form it may come in, with the arguments it loads with."""
+    save_file(tensors, folder / "plain.safetensors")
+    save_file(tensors, folder / "noted.safetensors", metadata={"note": "saved by another program"})
+    prefixed = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+    save_file(prefixed, folder / "prefixed.safetensors")
+    return {
+        "tensors": (tensors, {"prefix": None}),
+        "reversed": (dict(reversed(tensors.items())), {"prefix": None}),
+        "plain": (folder / "plain.safetensors", {"prefix": None}),
+        "noted": (folder / "noted.safetensors", {"prefix": None}),
+        "prefixed": (folder / "prefixed.safetensors", {}),
+        "prefixed tensors": (prefixed, {}),
+    }
+
+
+LAYERS = [TO_Q, f"{BLOCK}.attn.linear_attention.beta_proj"]
+
+
+def test_a_fused_lora_is_recorded_until_it_is_unfused(make_model, fused_adapters, tmp_path):
+    """Beside the overlay's own, which stay; the digest is that of the file which holds the tensors alone."""
+    model = make_model(fused_adapters=fused_adapters)
+    tensors, other = _lora(model, LAYERS), _lora(model, LAYERS, seed=1)
+    save_file(tensors, tmp_path / "style.safetensors")
+    model.load_lora_adapter(tmp_path / "style.safetensors", prefix=None, adapter_name="style")
+    model.load_lora_adapter(other, prefix=None, adapter_name="motion")
+    assert model.config.fused_adapters == fused_adapters, "loaded is not fused"
+    model.fuse_lora(adapter_names=["style"])
+    digest = hashlib.sha256((tmp_path / "style.safetensors").read_bytes()).hexdigest()
+    assert model.config.fused_adapters == [*fused_adapters, {"name": "style", "sha256": digest}]
+    model.fuse_lora(adapter_names=["motion"])
+    assert _record(model) == ["default", "turbo", "motion", "style"]
+    model.unfuse_lora()
+    assert model.config.fused_adapters == fused_adapters
+    model.fuse_lora(adapter_names=["style"])
+    assert _record(model) == ["default", "turbo", "style"]
+
+
+@pytest.mark.parametrize("again", ["tensors", "reversed", "plain", "noted", "prefixed", "prefixed tensors"])
+@pytest.mark.parametrize("first", ["tensors", "noted", "prefixed"])
+def test_a_fused_lora_is_refused_in_every_form_after_saving(first, again, make_model, tmp_path):
+    """Case 14 for a user's LoRA, in the model itself and in the one read from disk."""
+    model = make_model()
+    sources = _sources(_lora(model, LAYERS), tmp_path)
+    source, options = sources[first]
+    model.load_lora_adapter(source, adapter_name="style", **options)
+    model.fuse_lora()
+    model.unload_lora()
+    assert _record(model) == ["style"]
+    model.save_pretrained(tmp_path / "saved")
+    loaded = type(model).from_pretrained(tmp_path / "saved")
+    source, options = sources[again]
+    for one in (model, loaded):
+        weights = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+        _assert_refused(one, "adapter 'style' is already merged", source, adapter_name="another", **options)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in one.state_dict().items())
+    loaded.load_lora_adapter(_lora(model, LAYERS, seed=1), prefix=None)  # another one loads
+
+
+def test_a_lora_loaded_twice_is_fused_once(make_model):
+    """Before anything is fused the second one loads, as in Diffusers; fusing both is what is refused."""
+    model = make_model()
+    tensors = _lora(model, LAYERS)
+    for name in ("one", "two"):
+        model.load_lora_adapter(tensors, prefix=None, adapter_name=name)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.set_adapters(["one", "two"])
+    with pytest.raises(ValueError, match=r"'two' is the same as 'one'.*applied twice.*`adapter_names`"):
+        model.fuse_lora()
+    assert model.config.fused_adapters is None
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    model.fuse_lora(adapter_names=["one"])
+    with pytest.raises(ValueError, match=r"'two' is the same as 'one'"):
+        model.fuse_lora(adapter_names=["two"])
+    with pytest.raises(ValueError, match=r"'one' is fused already.*`unfuse_lora`"):
+        model.fuse_lora(lora_scale=0.5, adapter_names=["one"])
+    assert _record(model) == ["one"]
+    expected = weights[f"{TO_Q}.base_layer.weight"] + (
+        tensors[f"{TO_Q}.lora_B.weight"] @ tensors[f"{TO_Q}.lora_A.weight"]
+    )
+    torch.testing.assert_close(model.get_submodule(TO_Q).get_base_layer().weight, expected)
+
+
+def test_a_fused_lora_whose_layers_are_gone_stays_recorded(make_model):
+    """Nothing can subtract it any more."""
+    model = make_model()
+    tensors, other = _lora(model, LAYERS), _lora(model, LAYERS, seed=1)
+    model.load_lora_adapter(tensors, prefix=None, adapter_name="first")
+    model.fuse_lora()
+    model.unload_lora()
+    model.load_lora_adapter(other, prefix=None, adapter_name="first")  # the name is free again
+    model.fuse_lora()
+    assert _record(model) == ["first", "first"]
+    model.unfuse_lora()
+    assert _record(model) == ["first"]
+    model.unload_lora()
+    model.unfuse_lora()
+    _assert_refused(model, "adapter 'first' is already merged", tensors, prefix=None)
+
+
+def test_a_deleted_lora_stays_recorded_if_it_was_fused(make_model):
+    model = make_model()
+    tensors = _lora(model, LAYERS)
+    model.load_lora_adapter(tensors, prefix=None, adapter_name="mine")
+    model.fuse_lora()
+    weight = model.get_submodule(TO_Q).get_base_layer().weight
+    fused = weight.detach().clone()
+    model.delete_adapters("mine")
+    model.unfuse_lora()
+    assert torch.equal(weight, fused), "nothing was left to subtract"
+    assert _record(model) == ["mine"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_digest_is_of_what_was_loaded(dtype, make_model):
+    """Not of what PEFT made of it for weights of another dtype."""
+    model = make_model(dtype=torch.bfloat16)
+    tensors = {name: tensor.to(dtype) for name, tensor in _lora(model, LAYERS).items()}
+    model.load_lora_adapter(tensors, prefix=None, adapter_name="mine")
+    model.fuse_lora()
+    model.unload_lora()
+    _assert_refused(model, "adapter 'mine' is already merged", tensors, prefix=None)
+
+
+def test_a_lora_trained_here_is_recorded_as_it_is_when_fused(make_model):
+    """Under a name that an adapter from a file had before."""
+    model = make_model()
+    model.load_lora_adapter(_lora(model, LAYERS), prefix=None, adapter_name="mine")
+    model.delete_adapters("mine")
+    model.add_adapter(LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False), "mine")
+    tensors = {name: t.clone() for name, t in get_peft_model_state_dict(model, adapter_name="mine").items()}
+    model.fuse_lora()
+    model.unload_lora()
+    assert _record(model) == ["mine"]
+    _assert_refused(model, "adapter 'mine' is already merged", tensors, prefix=None)
+    model.load_lora_adapter(_lora(model, LAYERS), prefix=None)
+
+
+def test_half_fused_is_recorded(make_model):
+    """`safe_fusing` stops at the first value that is not finite, with the layers before it fused."""
+    model = make_model()
+    tensors = _lora(model, LAYERS)
+    tensors[f"{LAYERS[1]}.lora_B.weight"][0, 0] = torch.nan
+    model.load_lora_adapter(tensors, prefix=None, adapter_name="broken")
+    with pytest.raises(ValueError, match=r"NaN"):
+        model.fuse_lora(safe_fusing=True)
+    merged = [name for name in LAYERS if model.get_submodule(name).merged]
+    assert len(merged) == 1
+    assert _record(model) == ["broken"]
+    model.unfuse_lora()
+    assert model.config.fused_adapters is None
+
+
+def test_a_fused_lora_is_not_exchanged(make_model):
+    """Diffusers' hotswap would put other tensors under the fused ones' name, and `unfuse_lora` subtract those."""
+    model = make_model()
+    model.load_lora_adapter(_lora(model, [TO_Q]), prefix=None, adapter_name="mine")
+    model.fuse_lora()
+    tensors = {
+        f"{TO_Q}.lora_{side}.weight": torch.ones_like(
+            getattr(model.get_submodule(TO_Q), f"lora_{side}")["mine"].weight
+        )
+        for side in "AB"
+    }
+    with pytest.raises(ValueError, match=r"'mine' is fused and cannot be exchanged"):
+        model.load_lora_adapter(tensors, prefix=None, adapter_name="mine", hotswap=True)
+    model.unfuse_lora()
+    model.load_lora_adapter(tensors, prefix=None, adapter_name="mine", hotswap=True)
+    model.fuse_lora()
+    model.unload_lora()
+    _assert_refused(model, "adapter 'mine' is already merged", tensors, prefix=None)
 
 
 def test_a_missing_file_is_named(make_model, tmp_path):

@@ -298,3 +298,49 @@ def test_fused_before_the_offload(pipe, make_lora, merged, generate):
     pipe.fuse_lora()
     pipe.enable_group_offload(torch.device("cpu"), num_blocks_per_group=1, exclude_modules=SHARED)
     _assert_close(generate(pipe), merged((lora, 1.0)))
+
+
+def test_a_fused_lora_cannot_be_applied_twice(pipe, make_pipeline, make_lora, merged, generate, tmp_path):
+    """Not by this pipeline, nor by the one that is saved and loaded, in any form; and again once it is unfused."""
+    lora = make_lora(STOCK)
+    save_file(lora, tmp_path / "lora.safetensors", metadata={"note": "style"})
+    file = str(tmp_path / "lora.safetensors")
+    pipe.load_lora_weights(file, adapter_name="style")
+    pipe.fuse_lora()
+    assert [entry["name"] for entry in pipe.transformer.config.fused_adapters] == ["style"]
+    with pytest.raises(ValueError, match=r"'style' is fused already"):
+        pipe.fuse_lora()
+    pipe.unfuse_lora()
+    assert pipe.transformer.config.fused_adapters is None
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+
+    pipe.transformer.save_pretrained(tmp_path / "transformer")
+    loaded = make_pipeline(transformer=type(pipe.transformer).from_pretrained(tmp_path / "transformer"))
+    expected = merged((lora, 1.0))
+    for one in (pipe, loaded):
+        for source in (file, lora):
+            with pytest.raises(ValueError, match=r"adapter 'style' is already merged.*twice"):
+                one.load_lora_weights(source, adapter_name="again")
+        assert one.get_list_adapters() == {}
+        _assert_close(generate(one), expected)
+        one.load_lora_weights(make_lora(STOCK, seed=1))
+
+
+@pytest.mark.parametrize("prefix", ["", "diffusion_model."])
+def test_pefts_default_name_in_the_original_spelling_is_not_an_overlays(prefix, pipe, make_lora):
+    """The overlays' first adapter has the name that PEFT gives to every adapter."""
+    pipe.transformer.register_to_config(fused_adapters=[{"name": "default", "sha256": "0" * 64}])
+    outputs, inputs = pipe.transformer.get_submodule("transformer_blocks.0.ff.net.0.proj").weight.shape
+    pipe.load_lora_weights(
+        {
+            f"{prefix}blocks.0.mlp.fc1.lora_A.default.weight": torch.ones(2, inputs),
+            f"{prefix}blocks.0.mlp.fc1.lora_B.default.weight": torch.ones(outputs, 2),
+        }
+    )
+    assert pipe.get_list_adapters() == {"transformer": ["default_0"]}
+    named = {name.replace(".weight", ".default.weight"): tensor for name, tensor in make_lora(STOCK).items()}
+    with pytest.raises(
+        ValueError, match=r"'default' is already merged.*If it is another.*`\.lora_A\.default\.weight`"
+    ):
+        pipe.load_lora_weights(named)

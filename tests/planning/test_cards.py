@@ -75,6 +75,42 @@ def test_every_card_is_complete_and_named_once():
             assert card.rates.fp8 / card.rates.bf16 == pytest.approx(2, rel=0.02)
 
 
+def test_pytorchs_own_table_agrees():
+    """Inductor's, of the cards in both. Its Hopper figures are those with sparsity, twice the dense ones."""
+    table = pytest.importorskip("torch._inductor.analysis.device_info", reason="this PyTorch has no such table")
+    import torch
+
+    # The data sheet of the A100 says 312 and 624, Inductor half of 625.
+    for name, theirs in (("H100 SXM", "NVIDIA H100"), ("A100 80GB", "NVIDIA A100")):
+        card, device = find_card(name), table.lookup_device_info(theirs)
+        dense = getattr(device, "tops_sparsity_factor", 2 if name == "H100 SXM" else 1)
+        assert card.memory == device.dram_gb
+        assert card.rates.memory == device.dram_bw_gbs
+        assert card.rates.bf16 == pytest.approx(device.tops[torch.bfloat16] / dense, rel=0.002)
+        if card.rates.fp8 is not None:
+            assert card.rates.fp8 == pytest.approx(device.tops[torch.float8_e5m2] / dense, rel=0.002)
+
+
+@pytest.mark.parametrize("name", ["H100 SXM", "B200", "RTX 5090"])
+def test_torchaos_table_agrees(name):
+    table = pytest.importorskip("torchao.testing.training.roofline_utils").gpu_name_to_specs
+    card = find_card(name)
+    (specs,) = (specs for device, specs in table.items() if card.devices[0].startswith(device))
+    assert card.rates.operations("bf16") == pytest.approx(specs["bf16_peak_tops"], rel=0.005)
+    assert card.rates.operations("fp8") == pytest.approx(specs["fp8_peak_tops"], rel=0.005)
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("RTX 4090", "89"), ("A100 80GB", "80"), ("H100 PCIe", "90")])
+def test_tritons_table_agrees(name, architecture):
+    """Proton's, which scales one card per architecture; multiprocessors and clock are those of the H100 PCIe."""
+    specs = pytest.importorskip("triton.profiler.specs", reason="this Triton has no Proton")
+    card = find_card(name)
+    for width, rate in ((16, card.rates.bf16), (8, card.rates.fp8)):
+        if rate is not None:
+            theirs = specs.max_flops("CUDA", architecture, width, num_sms=114, clock_rate=1_755_000)
+            assert rate == pytest.approx(theirs / 1e12, rel=0.002)
+
+
 def test_the_lowest_capability_is_the_kernels_own():
     from diffusers_h3.ops.prefill import machine
 

@@ -34,6 +34,15 @@ class FlashInferProcessor:
     Raises:
         ValueError: For an unknown option.
         RuntimeError: Where FlashInfer cannot run on this machine and `fallback` is `"error"`.
+
+    Examples:
+        >>> from diffusers import WanTransformer3DModel
+        >>> from diffusers_h3 import FlashInferProcessor
+        >>> sizes = {"num_attention_heads": 2, "attention_head_dim": 64, "text_dim": 64, "freq_dim": 64, "ffn_dim": 64}
+        >>> transformer = WanTransformer3DModel(num_layers=1, **sizes)
+        >>> transformer.set_attn_processor(FlashInferProcessor(prefill="cudnn", fallback="sdpa"))
+        >>> {type(processor).__name__ for processor in transformer.attn_processors.values()}
+        {'FlashInferProcessor'}
     """
 
     _parallel_config = None

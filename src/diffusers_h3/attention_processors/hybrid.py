@@ -31,6 +31,13 @@ class HybridAttnProcessor:
 
     Raises:
         ValueError: For an unknown backend, and for `fp8` on one that has none.
+
+    Examples:
+        >>> from diffusers_h3 import HybridAttnProcessor, VDNH3Pipeline
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
+        >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
+        >>> pipe.transformer.set_attn_processor(HybridAttnProcessor(backend="sdpa"))
+        >>> output = pipe("a red circle moves left to right", height=96, width=96, output_type="latent")
     """
 
     _attention_backend = None

@@ -35,6 +35,7 @@ BACKGROUNDS = ("dark", "light", "striped")
 def describe(colour: str, shape: str, motion: str, background: str | None = None) -> str:
     """Return the sentence for one combination; without a background it is a dark one.
 
+    >>> from diffusers_h3.demo.grammar import describe
     >>> describe("cyan", "square", "orbit", "striped")
     'a cyan square orbits around the centre on a striped background'
     """

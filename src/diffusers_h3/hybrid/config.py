@@ -47,6 +47,16 @@ class HybridAttentionConfig:
         enable_text_state (`bool`): Start both scans from the text rows' state instead of zero.
         linear_head_dim (`int`): Channels per head of the linear branch, equal to the transformer's head dimension.
         short_conv_targets (`tuple[str, ...]`): Which of `"q"`, `"k"`, `"v"` pass through the short convolutions.
+
+    Examples:
+        >>> from diffusers_h3 import HybridAttentionConfig
+        >>> config = HybridAttentionConfig(chunk=4, anchor_frames="columns")
+        >>> config.anchor_columns, config.anchor_rows
+        (True, False)
+        >>> HybridAttentionConfig(chunk=-1)
+        Traceback (most recent call last):
+            ...
+        ValueError: `chunk` must be an integer of at least 0, got -1.
     """
 
     chunk: int = 5
@@ -102,6 +112,12 @@ class HybridAttentionConfig:
 
         Raises:
             ValueError: For another type or version, for a missing or unknown field and for an illegal value.
+
+        Examples:
+            >>> from diffusers_h3 import HybridAttentionConfig
+            >>> config = HybridAttentionConfig(radius=2)
+            >>> HybridAttentionConfig.from_dict(config.to_dict()) == config
+            True
         """
         if not isinstance(transform, dict):
             raise ValueError(f"A hybrid attention transform must be a dictionary, got {type(transform).__name__}.")
@@ -128,7 +144,13 @@ class HybridAttentionConfig:
         return cls(**{name: found[path] for path, name in expected.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the version 2 transform, JSON-serialisable and accepted by `from_dict`."""
+        """Return the version 2 transform, JSON-serialisable and accepted by `from_dict`.
+
+        Examples:
+            >>> from diffusers_h3 import HybridAttentionConfig
+            >>> HybridAttentionConfig().to_dict()["config"]["softmax_attention"]
+            {'chunk': 5, 'radius': 1}
+        """
         config: dict[str, Any] = {}
         for name, value in asdict(self).items():
             *parents, leaf = _PATHS[name]

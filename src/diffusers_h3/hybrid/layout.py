@@ -56,6 +56,14 @@ class SequenceLayout:
         video_start (`int`): First row of the target video, which comes last.
         num_frames (`int`): Latent frames of the target video.
         grid (`tuple[int, int]`): Rows and columns of a latent frame's patch grid.
+
+    Examples:
+        >>> from diffusers_h3 import SequenceLayout
+        >>> layout = SequenceLayout(seq_len=70, text_len=6, video_start=10, num_frames=5, grid=(3, 4))
+        >>> layout.rows_per_frame
+        12
+        >>> layout.rows(1, 3)
+        (22, 46)
     """
 
     seq_len: int
@@ -106,6 +114,14 @@ class SequenceLayout:
         Raises:
             ValueError: Where the rows do not form a grid of equal frames, the text does not come first or the target
                 video not last.
+
+        Examples:
+            >>> import torch
+            >>> from diffusers_h3 import SequenceLayout
+            >>> text = torch.zeros(4, 3)
+            >>> video = torch.cartesian_prod(torch.arange(3.0), torch.arange(2.0), torch.arange(2.0))
+            >>> SequenceLayout.from_indices(torch.cat([text, video]), torch.arange(4, 16), torch.arange(4))
+            SequenceLayout(seq_len=16, text_len=4, video_start=4, num_frames=3, grid=(2, 2))
         """
         positions = position_ids.detach().to("cpu", torch.float64)
         video = video_indices.detach().cpu()

@@ -12,6 +12,7 @@ from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE, _best_guess_weight_name
 from diffusers.utils.hub_utils import _get_model_file
 from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # How a release spells its adapters: the adapter's name in every key, the attention below another module.
 _NAMED_LORA_KEY = re.compile(r"\.lora_[AB]\.([^.]+)\.weight$")
 _RELEASE_ATTENTION = ".attn.orig."
+# Names of the original checkpoint, which no release uses: PEFT's own `default` in such a key is not an overlay's.
+_ORIGINAL_KEYS = ("diffusion_model.", "blocks.", "token_refiner.blocks.", "final_layer.", "lora_unet_")
 
 # How Diffusers spells adapters; LoKr's other tensors are PEFT's own business.
 _LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
@@ -45,6 +48,22 @@ def file_sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def adapter_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file; none of another, which Diffusers itself refuses."""
+    return load_file(file) if file.suffix == ".safetensors" else {}
+
+
+def tensors_sha256(tensors: Mapping[str, torch.Tensor], prefix: str | None = None) -> str:
+    """Return the hexadecimal sha256 of the safetensors file that holds these tensors, and no metadata.
+
+    The names count without `prefix`, so that equal adapters have equal digests, whichever file they came in.
+    """
+    own = _without_prefix(tensors, prefix)
+    # Copies, because adapters of fused projections share tensors, which safetensors refuses.
+    plain = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in own.items()}
+    return hashlib.sha256(save(plain)).hexdigest()
+
+
 def adapter_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a safetensors file; none of another, which Diffusers itself refuses or reads."""
     if file.suffix != ".safetensors":
@@ -53,24 +72,27 @@ def adapter_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
 
 
-def refuse_merged_adapter(fused: list[dict[str, str]], keys: Iterable[str], sha256: str | None = None) -> None:
+def refuse_merged_adapter(fused: list[dict[str, str]], keys: Iterable[str], digests: Iterable[str] = ()) -> None:
     """Refuse an adapter that is merged already or spelled as no module is.
 
     Args:
         fused (`list[dict]`): The transformer's `fused_adapters`, each with `name` and `sha256`.
         keys (`Iterable[str]`): The adapter's tensor names.
-        sha256 (`str`, *optional*): The digest of its file.
+        digests (`Iterable[str]`): The sha256 of its file and of its tensors, as far as known.
 
     Raises:
         ValueError: With the way out.
     """
-    keys = list(keys)
-    names = {match[1] for match in map(_NAMED_LORA_KEY.search, keys) if match}
+    keys, digests = list(keys), set(digests)
+    named = (_NAMED_LORA_KEY.search(key) for key in keys if not key.startswith(_ORIGINAL_KEYS))
+    names = {match[1] for match in named if match}
     for adapter in fused:
-        if adapter["name"] in names or (sha256 is not None and adapter["sha256"] == sha256):
+        name, same = adapter["name"], adapter["sha256"] in digests
+        if same or name in names:
+            another = f" If it is another of that name, take `.{name}` out of its keys (`.lora_A.{name}.weight`)."
             raise ValueError(
-                f"The adapter {adapter['name']!r} is already merged into this transformer's weights: loading it again "
-                "would apply it twice."
+                f"The adapter {name!r} is already merged into this transformer's weights: loading it again "
+                f"would apply it twice.{'' if same else another}"
             )
     if any(_RELEASE_ATTENTION in key for key in keys):
         raise ValueError(
@@ -92,11 +114,10 @@ def check_adapter(transformer: torch.nn.Module, shapes: Mapping[str, tuple[int, 
     Raises:
         ValueError: With everything that does not fit.
     """
-    start = "" if prefix is None else f"{prefix}."
-    own = {name.removeprefix(start): tuple(shape) for name, shape in shapes.items() if name.startswith(start)}
+    own = {name: tuple(shape) for name, shape in _without_prefix(shapes, prefix).items()}
     if not own:
         raise ValueError(
-            f"This adapter holds nothing for {type(transformer).__name__}: no key begins with {start!r}; found "
+            f"This adapter holds nothing for {type(transformer).__name__}: no key begins with '{prefix}.'; found "
             f"{_some_of(shapes)}. If its keys are the model's own, load it with `prefix=None`."
         )
     modules = dict(transformer.named_modules())
@@ -115,6 +136,12 @@ def check_adapter(transformer: torch.nn.Module, shapes: Mapping[str, tuple[int, 
     if problems:
         found = "; ".join(f"{len(names)} {kind} ({_some_of(names)})" for kind, names in problems.items())
         raise ValueError(f"This adapter does not fit {type(transformer).__name__}, and was not loaded: {found}.")
+
+
+def _without_prefix(values: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
+    """Return those whose names begin with `prefix`, by the rest of their names."""
+    start = "" if prefix is None else f"{prefix}."
+    return {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
 
 
 def _misfit(modules: dict[str, torch.nn.Module], name: str, pair: dict[str, tuple[int, ...]]) -> str | None:
@@ -158,6 +185,42 @@ def refuse_fusing(transformer: torch.nn.Module) -> None:
             "LoRAs cannot be fused or unfused while the transformer is offloaded: the copies that the offload keeps "
             f"would not change. {order} Fuse before the offload is enabled; or leave them unfused."
         )
+
+
+def refuse_fusing_twice(fused: list[dict[str, str]], merged: set[str], digests: Mapping[str, str]) -> None:
+    """Refuse to add an adapter to weights that it is in already, under this name or another.
+
+    Args:
+        fused (`list[dict]`): The transformer's `fused_adapters`.
+        merged (`set[str]`): The loaded adapters that are in the weights now.
+        digests (`Mapping[str, str]`): The sha256 of the tensors of every adapter to be fused by its name.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    known = {adapter["sha256"]: adapter["name"] for adapter in fused}
+    for name, digest in digests.items():
+        if name in merged:
+            raise ValueError(
+                f"The adapter {name!r} is fused already. Name the others in `adapter_names`, or call `unfuse_lora` to "
+                "fuse it at another scale."
+            )
+        if digest in known:
+            raise ValueError(
+                f"The adapter {name!r} is the same as {known[digest]!r}: fused beside it, it would be applied twice. "
+                "Name the others in `adapter_names`."
+            )
+        known[digest] = name
+
+
+def merged_adapters(transformer: torch.nn.Module) -> set[str]:
+    """Return the names of the loaded adapters that are in the weights now."""
+    return {name for _, layer in _lora_layers(transformer) for name in layer.merged_adapters}
+
+
+def active_adapters(transformer: torch.nn.Module) -> set[str]:
+    """Return the names of the loaded adapters that act now."""
+    return {name for _, layer in _lora_layers(transformer) for name in layer.active_adapters}
 
 
 def refuse_unfused_projections(transformer: torch.nn.Module) -> None:

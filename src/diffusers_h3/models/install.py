@@ -42,6 +42,15 @@ def apply_hybrid_attention(
     Raises:
         ValueError: Where the transformer already is hybrid or runs in parallel, where `linear_head_dim` is not its
             head dimension, and where the weights do not fit; the transformer is unchanged then.
+
+    Examples:
+        >>> from diffusers import MiniMaxH3Transformer3DModel
+        >>> from diffusers_h3 import HybridAttentionConfig, apply_hybrid_attention
+        >>> from diffusers_h3.demo.release import embedded_release
+        >>> transformer = MiniMaxH3Transformer3DModel.from_pretrained(embedded_release() / "h3-base/transformer")
+        >>> transformer = apply_hybrid_attention(transformer, HybridAttentionConfig(linear_head_dim=64))
+        >>> type(transformer.transformer_blocks[0].attn.linear_attention).__name__
+        'VideoDeltaAttention'
     """
     if not isinstance(config, HybridAttentionConfig):
         config = HybridAttentionConfig.from_dict(config)

@@ -49,6 +49,16 @@ def fp8_quantization_config(recipe: str = "auto") -> "TorchAoConfig":
         ValueError: If the recipe has another name.
         RuntimeError: If the current CUDA device does not multiply fp8 that way, or there is none.
         ImportError: Without torchao (`pip install 'diffusers-h3[fp8]'`), or with one that has no MXFP8.
+
+    Examples:
+        >>> from diffusers_h3 import fp8_quantization_config
+        >>> config = fp8_quantization_config("rowwise")  # on a card of compute capability 8.9 or higher
+        >>> type(config).__name__
+        'TorchAoConfig'
+        >>> fp8_quantization_config("int4")
+        Traceback (most recent call last):
+            ...
+        ValueError: `recipe` must be 'auto', 'rowwise' or 'mxfp8', got 'int4'.
     """
     if recipe not in ("auto", *MINIMUM_CAPABILITY):
         raise ValueError(f"`recipe` must be 'auto', 'rowwise' or 'mxfp8', got {recipe!r}.")

@@ -7,16 +7,21 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.configuration_utils import register_to_config
 from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading
+from diffusers.utils import get_adapter_name
 
 from ..hybrid.config import HybridAttentionConfig
 from .adapters import (
-    adapter_shapes,
+    active_adapters,
+    adapter_tensors,
     check_adapter,
     file_sha256,
     find_adapter_file,
+    merged_adapters,
     refuse_fusing,
+    refuse_fusing_twice,
     refuse_merged_adapter,
     refuse_unfused_projections,
+    tensors_sha256,
 )
 from .install import FLOAT32_PARAMETERS, apply_hybrid_attention
 
@@ -31,8 +36,18 @@ class VDNH3Transformer3DModel(MiniMaxH3Transformer3DModel):
         hybrid_attention (`dict`, *optional*): The version 2 hybrid attention transform (`HybridAttentionConfig`);
             the released configuration by default.
         fused_adapters (`list[dict]`, *optional*): The adapters already merged into the weights, each with its `name`
-            and `sha256`. Loading one of them again is refused.
+            and `sha256`: an overlay's of its file, a LoRA's that `fuse_lora` added of its tensors. Loading or fusing
+            one of them again is refused.
         All others: See [`MiniMaxH3Transformer3DModel`].
+
+    Examples:
+        >>> from diffusers_h3 import VDNH3Transformer3DModel, load_overlay, materialize_overlay
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
+        >>> overlay = load_overlay(embedded_release() / STAGE)  # or a name: load_overlay("vdn-h3-8step")
+        >>> folder = materialize_overlay(overlay, components=("transformer",))
+        >>> transformer = VDNH3Transformer3DModel.from_pretrained(folder, subfolder="transformer")
+        >>> [adapter["name"] for adapter in transformer.config.fused_adapters]
+        ['default', 'turbo']
     """
 
     _keep_in_fp32_modules = [*MiniMaxH3Transformer3DModel._keep_in_fp32_modules, *FLOAT32_PARAMETERS]
@@ -87,6 +102,8 @@ class VDNH3Transformer3DModel(MiniMaxH3Transformer3DModel):
         # The config file of a saved model says what it runs with, also where the default was taken.
         self.register_to_config(hybrid_attention=config.to_dict())
         apply_hybrid_attention(self, config)
+        # Of the tensors that were loaded under each name, before PEFT gave them the weights' dtype.
+        self._adapter_digests: dict[str, str] = {}
 
     def load_lora_adapter(
         self,
@@ -102,45 +119,85 @@ class VDNH3Transformer3DModel(MiniMaxH3Transformer3DModel):
                 up once and that file is loaded.
 
         Raises:
-            ValueError: For an adapter of `config.fused_adapters`, recognised by the sha256 of its file or by the
-                adapter name in its keys, and for one that does not fit in whole: another spelling, modules this model
-                does not have or that do not run, other shapes. Nothing is loaded then.
+            ValueError: For an adapter of `config.fused_adapters`, recognised by the sha256 of its file or tensors or
+                by the adapter name in its keys, and for one that does not fit in whole: another spelling, modules this
+                model does not have or that do not run, other shapes. Nothing is loaded then.
         """
         source = pretrained_model_name_or_path_or_dict
         fused = self.config.fused_adapters or []
         if isinstance(source, dict):
-            shapes, sha256 = {name: tensor.shape for name, tensor in source.items()}, None
+            tensors, digests = source, []
         else:
             file = find_adapter_file(source, kwargs)
-            shapes, sha256 = adapter_shapes(file), file_sha256(file)
+            tensors, digests = adapter_tensors(file), [file_sha256(file)]
             source, kwargs["weight_name"] = str(file), file.name
-        refuse_merged_adapter(fused, shapes, sha256)
-        if shapes:
-            check_adapter(self, shapes, prefix)
+        digest = tensors_sha256(tensors, prefix)
+        refuse_merged_adapter(fused, tensors, [*digests, digest])
+        if tensors:
+            check_adapter(self, {name: tensor.shape for name, tensor in tensors.items()}, prefix)
+        name = kwargs["adapter_name"] = kwargs.get("adapter_name") or get_adapter_name(self)
+        if hotswap and name in merged_adapters(self):
+            raise ValueError(f"The adapter {name!r} is fused and cannot be exchanged: call `unfuse_lora` first.")
         super().load_lora_adapter(source, prefix=prefix, hotswap=hotswap, **kwargs)
+        self._adapter_digests[name] = digest
         if kwargs.get("_pipeline") is None:
             # With a pipeline, Diffusers itself lets the offload take in the new layers.
             _maybe_remove_and_reapply_group_offloading(self)
 
+    def add_adapter(self, adapter_config, adapter_name: str = "default") -> None:
+        """Add a new adapter to train, as Diffusers does."""
+        super().add_adapter(adapter_config, adapter_name)
+        self._adapter_digests.pop(adapter_name, None)
+
     def fuse_lora(
         self, lora_scale: float = 1.0, safe_fusing: bool = False, adapter_names: list[str] | None = None
     ) -> None:
-        """Add the active LoRAs to the weights.
+        """Add the active LoRAs to the weights, and their names and digests to `config.fused_adapters`.
 
         Raises:
-            ValueError: If the weights are quantised or offloaded; nothing is changed then.
+            ValueError: If the weights are quantised or offloaded, or hold one of the LoRAs already; nothing is changed
+                then.
         """
         refuse_fusing(self)
-        super().fuse_lora(lora_scale, safe_fusing, adapter_names)
+        names = sorted(active_adapters(self)) if adapter_names is None else adapter_names
+        digests = {name: self._digest_of(name) for name in names if name in getattr(self, "peft_config", {})}
+        refuse_fusing_twice(self.config.fused_adapters or [], merged_adapters(self), digests)
+        try:
+            super().fuse_lora(lora_scale, safe_fusing, adapter_names)
+        finally:
+            # Also where `safe_fusing` stopped half way: the weights hold a part.
+            self.record_fused_adapters()
 
     def unfuse_lora(self) -> None:
-        """Subtract the fused LoRAs from the weights again, up to rounding.
+        """Subtract the fused LoRAs from the weights again, up to rounding, and take them out of the config's record.
+
+        LoRAs whose layers are unloaded stay in both.
 
         Raises:
             ValueError: If the weights are quantised or offloaded; nothing is changed then.
         """
         refuse_fusing(self)
         super().unfuse_lora()
+        self.record_fused_adapters()
+
+    def record_fused_adapters(self) -> None:
+        """Bring `config.fused_adapters` up to date with the adapters that are loaded; the others in it stay."""
+        loaded = {
+            name: {"name": name, "sha256": digest}
+            for name, digest in self._adapter_digests.items()
+            if name in getattr(self, "peft_config", {})
+        }
+        others = [entry for entry in self.config.fused_adapters or [] if entry not in loaded.values()]
+        fused = [loaded[name] for name in sorted(merged_adapters(self) & loaded.keys())]
+        self.register_to_config(fused_adapters=[*others, *fused] or None)
+
+    def _digest_of(self, name: str) -> str:
+        """Return the digest of a loaded adapter; of one that was not loaded but trained here, as it is now."""
+        if name not in self._adapter_digests:
+            from peft.utils import get_peft_model_state_dict
+
+            self._adapter_digests[name] = tensors_sha256(get_peft_model_state_dict(self, adapter_name=name))
+        return self._adapter_digests[name]
 
     def fuse_qkv_projections(self) -> None:
         """Run Q, K and V of every attention as one projection.

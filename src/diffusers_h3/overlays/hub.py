@@ -164,7 +164,15 @@ class HubFolder:
 
 
 def default_cache_dir() -> Path:
-    """Return where overlays are materialised by default: `DIFFUSERS_H3_CACHE`, else beside the Hub's cache."""
+    """Return where overlays are materialised by default: `DIFFUSERS_H3_CACHE`, else beside the Hub's cache.
+
+    Examples:
+        >>> import os
+        >>> from diffusers_h3.overlays import default_cache_dir
+        >>> os.environ["DIFFUSERS_H3_CACHE"] = "/data/overlays"
+        >>> default_cache_dir().as_posix()
+        '/data/overlays'
+    """
     chosen = os.environ.get("DIFFUSERS_H3_CACHE")
     return Path(chosen).expanduser().absolute() if chosen else Path(constants.HF_HUB_CACHE).parent / "diffusers-h3"
 

@@ -20,6 +20,12 @@ class Overlay:
     """A manifest and the folder its null repositories stand for (null where it has none).
 
     Every repository in `manifest` is at a commit; `unpinned` records which branch or tag a commit was looked up from.
+
+    Examples:
+        >>> from diffusers_h3 import load_overlay
+        >>> overlay = load_overlay("vdn-h3-50step")
+        >>> overlay.name, overlay.root, overlay.unpinned
+        ('vdn-h3-50step', None, ())
     """
 
     manifest: OverlayManifest
@@ -61,6 +67,14 @@ def load_overlay(
 
     Raises:
         OverlayError: One of its subclasses, with what was looked for, what was found and the way out.
+
+    Examples:
+        >>> from diffusers_h3 import load_overlay
+        >>> overlay = load_overlay("vdn-h3-8step")
+        >>> [adapter.name for adapter in overlay.manifest.adapters]
+        ['default', 'turbo']
+        >>> overlay.manifest.sampling.num_inference_steps
+        8
     """
     access = HubAccess(cache_dir, token, local_files_only)
     source = os.fspath(source)

@@ -89,7 +89,16 @@ class Sampling:
 
 @dataclass(frozen=True)
 class OverlayManifest:
-    """Everything needed to build a pipeline folder; `adapters` are merged in their order."""
+    """Everything needed to build a pipeline folder; `adapters` are merged in their order.
+
+    Examples:
+        >>> from diffusers_h3.overlays import OverlayManifest, builtin_overlays
+        >>> manifest = builtin_overlays()["vdn-h3-8step"]
+        >>> manifest.base_transformer.source.revision
+        '18be6bcc4ee72585eee322ba28b5ccac2cf85ef0'
+        >>> OverlayManifest.from_dict(manifest.to_dict()) == manifest
+        True
+    """
 
     schema_version: int
     name: str
@@ -120,7 +129,17 @@ class OverlayManifest:
 
     @classmethod
     def from_file(cls, path: str | Path, *, allow_unpinned: bool = False) -> "OverlayManifest":
-        """Read a manifest file."""
+        """Read a manifest file.
+
+        Examples:
+            >>> import json
+            >>> from pathlib import Path
+            >>> from diffusers_h3.overlays import OverlayManifest, builtin_overlays
+            >>> manifest = builtin_overlays()["vdn-h3-8step"]
+            >>> characters = Path("mine.json").write_text(json.dumps(manifest.to_dict()))
+            >>> OverlayManifest.from_file("mine.json") == manifest
+            True
+        """
         return cls.from_dict(read_json(Path(path)), allow_unpinned=allow_unpinned, origin=str(path))
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,7 +161,13 @@ class OverlayManifest:
 
 
 def builtin_overlays() -> dict[str, OverlayManifest]:
-    """Return the manifests that come with the package, by name."""
+    """Return the manifests that come with the package, by name.
+
+    Examples:
+        >>> from diffusers_h3.overlays import builtin_overlays
+        >>> sorted(builtin_overlays())
+        ['vdn-h3-50step', 'vdn-h3-8step']
+    """
     folder = resources.files(__package__) / "manifests"
     manifests = {}
     for entry in sorted(folder.iterdir(), key=lambda item: item.name):

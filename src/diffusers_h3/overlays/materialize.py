@@ -69,6 +69,14 @@ def materialize_overlay(
 
     Raises:
         OverlayError: One of its subclasses. Nothing half-written is left behind.
+
+    Examples:
+        >>> from diffusers_h3 import load_overlay, materialize_overlay
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
+        >>> overlay = load_overlay(embedded_release() / STAGE)
+        >>> folder = materialize_overlay(overlay, components=("transformer", "scheduler"))
+        >>> sorted(path.name for path in folder.iterdir())
+        ['model_index.json', 'overlay.json', 'scheduler', 'transformer']
     """
     components = _check_components(components)
     cache = Path(cache_dir).expanduser().absolute() if cache_dir is not None else default_cache_dir()

@@ -23,7 +23,14 @@ _PACKAGES = ("diffusers", "huggingface_hub", "safetensors", "torch")
 
 @dataclass(frozen=True)
 class FileCheck:
-    """One file of a materialised folder; `status` is `"ok"`, `"missing"` or `"changed"`."""
+    """One file of a materialised folder; `status` is `"ok"`, `"missing"` or `"changed"`.
+
+    Examples:
+        >>> from diffusers_h3.overlays.record import FileCheck
+        >>> check = FileCheck("transformer/config.json", "changed", bytes=812, sha256="0" * 64, origin="written")
+        >>> check.status == "ok"
+        False
+    """
 
     path: str
     status: str
@@ -103,6 +110,14 @@ def verify_folder(folder: str | Path, progress: Callable[[int], Any] = lambda co
 
     Raises:
         SourceError, ManifestError: If there is no readable record.
+
+    Examples:
+        >>> from diffusers_h3 import load_overlay, materialize_overlay
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
+        >>> from diffusers_h3.overlays import verify_folder
+        >>> folder = materialize_overlay(load_overlay(embedded_release() / STAGE))
+        >>> {check.status for check in verify_folder(folder)}
+        {'ok'}
     """
     folder = Path(folder)
     checks = []

@@ -14,6 +14,7 @@ from ..models.adapters import (
     refuse_fusing,
     refuse_merged_adapter,
 )
+from ..models.transformer_vdn_h3 import VDNH3Transformer3DModel
 
 
 class VDNH3LoraLoaderMixin(MiniMaxH3LoraLoaderMixin):
@@ -67,7 +68,7 @@ class VDNH3LoraLoaderMixin(MiniMaxH3LoraLoaderMixin):
             refuse_merged_adapter(fused, source)
         else:
             file = find_adapter_file(source, kwargs)
-            refuse_merged_adapter(fused, adapter_shapes(file), file_sha256(file))
+            refuse_merged_adapter(fused, adapter_shapes(file), [file_sha256(file)])
             source, kwargs["weight_name"] = str(file), file.name
         super().load_lora_weights(source, adapter_name, hotswap, **kwargs)
 
@@ -87,22 +88,26 @@ class VDNH3LoraLoaderMixin(MiniMaxH3LoraLoaderMixin):
         adapter_names: list[str] | None = None,
         **kwargs,
     ) -> None:
-        """Add the active LoRAs to the transformer's weights.
+        """Add the active LoRAs to the transformer's weights; a hybrid one records them in its `fused_adapters`.
 
         Raises:
-            ValueError: If the weights are quantised or offloaded; nothing is changed then.
+            ValueError: If the weights are quantised or offloaded, or hold one of the LoRAs already; nothing is changed
+                then.
         """
         refuse_fusing(self.transformer)
         super().fuse_lora(components, lora_scale, safe_fusing, adapter_names, **kwargs)
 
     def unfuse_lora(self, components: Sequence[str] = ("transformer",), **kwargs) -> None:
-        """Subtract the fused LoRAs from the transformer's weights again, up to rounding.
+        """Subtract the fused LoRAs from the transformer's weights again, up to rounding, and from its record.
 
         Raises:
             ValueError: If the weights are quantised or offloaded; nothing is changed then.
         """
         refuse_fusing(self.transformer)
         super().unfuse_lora(components, **kwargs)
+        if isinstance(self.transformer, VDNH3Transformer3DModel):
+            # Diffusers reaches into the layers here, past the transformer's own `unfuse_lora`.
+            self.transformer.record_fused_adapters()
 
 
 def _scaled(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:

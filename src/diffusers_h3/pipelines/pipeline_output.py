@@ -37,6 +37,14 @@ class VDNH3PipelineOutput(BaseOutput):
         sampling_rate (`int`): Samples per second and channel.
         fps (`int`): Frames per second.
         nonfinite (`tuple[str, ...]`): Which of `"video"` and `"audio"` held NaN or infinity when generated.
+
+    Examples:
+        >>> import torch
+        >>> from diffusers_h3 import VDNH3PipelineOutput
+        >>> frames, audio = torch.rand(1, 24, 3, 64, 64), torch.zeros(1, 2, 32000)
+        >>> output = VDNH3PipelineOutput(frames, audio, sampling_rate=32000)
+        >>> output.fps, output.nonfinite
+        (24, ())
     """
 
     frames: list[list[Image.Image]] | np.ndarray | torch.Tensor | None
@@ -63,6 +71,17 @@ class VDNH3PipelineOutput(BaseOutput):
             ValueError: If frames or sound have another shape, or `path` another ending; nothing is written.
             FileExistsError: If the file exists and `overwrite` is False.
             NonFiniteOutputError: If a modality holds NaN or infinity, after the other one was saved.
+
+        Examples:
+            >>> import torch
+            >>> from diffusers_h3 import VDNH3PipelineOutput
+            >>> frames, audio = torch.rand(1, 24, 3, 64, 64), torch.zeros(1, 2, 32000)
+            >>> VDNH3PipelineOutput(frames, audio, sampling_rate=32000).save("second.mp4").name
+            'second.mp4'
+            >>> VDNH3PipelineOutput(frames, audio, sampling_rate=32000).save("second.avi")
+            Traceback (most recent call last):
+                ...
+            ValueError: The file name must end in .mp4, got 'second.avi'.
         """
         path = Path(path)
         if path.suffix.lower() != ".mp4":

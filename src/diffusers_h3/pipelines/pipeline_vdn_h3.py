@@ -56,6 +56,18 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
         processor (`Qwen3VLProcessor`, *optional*): Its processor.
         num_inference_steps (`int`, *optional*): The number of transformer calls the weights were distilled for;
             None if they run with any number.
+
+    Examples:
+        >>> import torch
+        >>> from diffusers_h3 import VDNH3Pipeline
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
+        >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> output = pipe("a red circle moves left to right", height=96, width=96, generator=generator)
+        >>> len(output.frames[0]), output.audio.shape
+        (124, torch.Size([1, 2, 165600]))
+        >>> output.save("circle.mp4").name
+        'circle.mp4'
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vae->audio_vae"
@@ -115,6 +127,15 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
             local_files_only (`bool`): Use cached and local files only; nothing is asked of the network.
             kwargs: Handed to `DiffusionPipeline.from_pretrained`: `dtype`, `device_map`, `quantization_config`,
                 components, …
+
+        Examples:
+            >>> import torch
+            >>> from diffusers_h3 import VDNH3Pipeline
+            >>> from diffusers_h3.demo.release import STAGE, embedded_release
+            >>> source = embedded_release() / STAGE  # or "vdn-h3-8step"
+            >>> pipe = VDNH3Pipeline.from_pretrained(source, dtype=torch.bfloat16)
+            >>> pipe.text_encoder.dtype, pipe.config.num_inference_steps
+            (torch.bfloat16, 8)
         """
         hub = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
         source, revision = resolve_source(pretrained_model_name_or_path, revision, allow_unpinned, **hub)
@@ -147,6 +168,14 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
         per leaf whatever `offload_type` says: their work starts in a method other than `forward`, where the hook of
         the top-level group of `block_level` never fires. `vae` takes no streams: they prefetch in a fixed order of
         layers, which tiles repeat.
+
+        Examples:
+            >>> import torch
+            >>> from diffusers_h3 import VDNH3Pipeline
+            >>> from diffusers_h3.demo.release import STAGE, embedded_release
+            >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
+            >>> onload = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            >>> pipe.enable_group_offload(onload, num_blocks_per_group=1)
         """
         excluded = [exclude_modules] if isinstance(exclude_modules, str) else list(exclude_modules or [])
         unknown = sorted(set(excluded) - set(self.components))
@@ -188,6 +217,15 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: `prompt_embeds` of shape ``(1, tokens, text_dim)`` in the encoder's
             dtype, and `text_token_tags` of shape ``(tokens,)``, the modality of every token.
+
+        Examples:
+            >>> from diffusers_h3 import VDNH3Pipeline
+            >>> from diffusers_h3.demo.release import STAGE, embedded_release
+            >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
+            >>> prompt_embeds, text_token_tags = pipe.encode_prompt("a cyan square rises to the top")
+            >>> pipe.text_encoder = None  # its memory is free now
+            >>> encoded = {"prompt_embeds": prompt_embeds, "text_token_tags": text_token_tags}
+            >>> output = pipe(**encoded, height=96, width=96, output_type="latent")
         """
         components = VDNH3Components(self)
         keyframes = request.check_keyframes(image, last_image)
@@ -259,6 +297,16 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
             ValueError: If the request is not one the weights can serve, its activations cannot fit on the GPU, or
                 ranks that share the transformer ask for different videos; checked before any model runs.
             RuntimeError: Under context parallelism, if another rank ended or stopped answering.
+
+        Examples:
+            >>> from PIL import Image
+            >>> from diffusers_h3 import VDNH3Pipeline
+            >>> from diffusers_h3.demo.release import STAGE, embedded_release
+            >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
+            >>> keyframe = Image.new("RGB", (96, 64), "orange")
+            >>> output = pipe("a red circle moves left to right", image=keyframe, height=64, width=96, num_frames=141)
+            >>> len(output.frames[0]), output.frames[0][0].size, output.sampling_rate
+            (141, (96, 64), 32000)
         """
         if references is not None:
             raise ValueError(

@@ -38,14 +38,23 @@ class Card:
 
 # Without sparsity, and bf16 and fp8 with sums in float32. Memory is the maker's figure, read as GB of 10^9 bytes: the
 # driver shows up to 7% more, which is not counted on.
+#
+# The comment of a card names the published tables whose figures are the same. Memory and capability of every card are
+# those of gpuhunt 0.1.34, the rates of a PCIe slot those of its generation. What no table was found for says so.
 CARDS = (
+    # All: NVIDIA's aiconfigurator 0.3; bf16, fp8: Composer 0.32; bf16: TorchTitan 0.3.
     Card("H200", 141, (9, 0), Rates(989, 1979, 4800, 64), "NVIDIA H200 datasheet, SXM", ("NVIDIA H200",)),
+    # All: PyTorch 2.14 (Inductor, with sparsity), llm-analysis 0.2, aiconfigurator 0.3; bf16, fp8: TorchAO, Composer.
     Card("H100 SXM", 80, (9, 0), Rates(989, 1979, 3350, 64), "NVIDIA H100 datasheet, SXM", ("NVIDIA H100 80GB HBM3",)),
+    # bf16: TorchTitan 0.3; fp8 is twice that. Memory bandwidth: no table found.
     Card("H100 NVL", 94, (9, 0), Rates(835, 1671, 3900, 64), "NVIDIA H100 datasheet, NVL", ("NVIDIA H100 NVL",)),
+    # bf16, fp8: Triton 3.8 (Proton), Composer 0.32, Lightning 2.6; bf16: TorchTitan 0.3; all: llm-analysis 0.2.
     Card("H100 PCIe", 80, (9, 0), Rates(756, 1513, 2000, 64), "NVIDIA H100 datasheet, PCIe", ("NVIDIA H100 PCIe",)),
+    # All: aiconfigurator 0.3; bf16, fp8: TorchAO, which counts 7,672 GB/s from the driver's clock and bus.
     Card(
         "B200", 180, (10, 0), Rates(2250, 4500, 8000, 64), "NVIDIA DGX B200 datasheet, one of eight", ("NVIDIA B200",)
     ),
+    # All: llm-analysis 0.2, aiconfigurator 0.3, PyTorch 2.14 (bf16 312.5); bf16: Triton 3.8 (Proton), TorchTitan.
     Card(
         "A100 80GB",
         80,
@@ -54,6 +63,7 @@ CARDS = (
         "NVIDIA A100 datasheet, SXM 80 GB",
         ("NVIDIA A100-SXM4-80GB",),
     ),
+    # All: llm-analysis 0.2; bf16 as A100 80GB.
     Card(
         "A100 40GB",
         40,
@@ -62,7 +72,9 @@ CARDS = (
         "NVIDIA A100 datasheet, 40 GB",
         ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
     ),
+    # bf16: TorchTitan 0.3. fp8, memory bandwidth: no table found.
     Card("L40S", 48, (8, 9), Rates(362, 733, 864, 32), "NVIDIA L40S datasheet", ("NVIDIA L40S",)),
+    # Rates: no table found.
     Card(
         "RTX 6000 Ada",
         48,
@@ -71,6 +83,7 @@ CARDS = (
         "NVIDIA RTX 6000 Ada datasheet",
         ("NVIDIA RTX 6000 Ada Generation",),
     ),
+    # Rates: no table found; the memory is that of the RTX 5090.
     Card(
         "RTX PRO 6000",
         96,
@@ -79,6 +92,7 @@ CARDS = (
         "NVIDIA RTX Blackwell PRO architecture paper",
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition",),
     ),
+    # bf16, fp8: TorchAO (209.5, 419); memory bandwidth: the same digits there, in other units.
     Card(
         "RTX 5090",
         32,
@@ -87,6 +101,7 @@ CARDS = (
         "NVIDIA RTX Blackwell architecture paper",
         ("NVIDIA GeForce RTX 5090",),
     ),
+    # bf16, fp8: Triton 3.8 (Proton), and int8 of Lightning 2.6, divided by 4 and 2. Memory bandwidth: no table found.
     Card(
         "RTX 4090",
         24,
@@ -95,6 +110,7 @@ CARDS = (
         "NVIDIA Ada architecture paper",
         ("NVIDIA GeForce RTX 4090",),
     ),
+    # bf16: int8 of Lightning 2.6, divided by 4. Memory bandwidth: no table found.
     Card(
         "RTX 3090",
         24,

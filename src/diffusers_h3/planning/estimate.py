@@ -163,9 +163,11 @@ def _seconds(settings: Settings, card: Card, found: list[Measurement]) -> tuple[
         return entry.seconds_per_call / model_seconds(entry.clip, *precisions, rates)
 
     seconds = model_seconds(settings.clip, *precisions, card.rates) * _calibrate(found, settings.clip, ratio)
+    moving = moved_bytes(settings.precision, settings.offload) / (card.rates.host * 1e9)
     if measured.offload == settings.offload:
-        return seconds, False
-    return seconds + moved_bytes(settings.precision, settings.offload) / (card.rates.host * 1e9), True
+        # What hid the moving on the card that was measured may take less time than it here.
+        return max(seconds, moving), False
+    return seconds + moving, True
 
 
 def _basis(found: list[Measurement], clip: Clip, exact: bool) -> str:
@@ -186,6 +188,8 @@ def _describe(found: list[Measurement]) -> str:
         f"{entry.frames}{' (blocks not compiled)' if entry.compiled is False else ''}" for entry in found
     )
     offload = "" if first.offload == "none" else f", group offload by {first.offload}"
+    if all(entry.use_stream for entry in found):
+        offload += " with streams"
     return (
         f"runs on {first.card} of {frames} frames of {first.width}×{first.height}, {first.precision}, attention "
         f"{first.attention_precision}{offload} ({', '.join(sorted({entry.date for entry in found}))})"

@@ -22,7 +22,8 @@ class Measurement:
         offload (`str`): `"none"`, `"block"` or `"leaf"`.
         compiled (`bool`, *optional*): Whether the blocks were compiled; null where it was not recorded.
         memory_cap_gb (`float`, *optional*): The memory the allocator was allowed.
-        seconds_per_call, peak_gb, weights_gb (`float`): GB of 10^9 bytes.
+        seconds_per_call, peak_gb, weights_gb (`float`): GB of 10^9 bytes; of the weights, what is on the GPU at once.
+        use_stream (`bool`): Whether the offload brought the next weights while one group was in use.
     """
 
     card: str
@@ -42,6 +43,7 @@ class Measurement:
     seconds_per_call: float
     peak_gb: float
     weights_gb: float
+    use_stream: bool = False
 
     @property
     def clip(self) -> Clip:

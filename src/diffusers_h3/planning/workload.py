@@ -123,15 +123,17 @@ def weight_bytes(precision: str) -> int:
     return NUM_BLOCKS * block_bytes(precision) + OUTSIDE_BYTES
 
 
-def resident_bytes(precision: str, offload: str) -> int:
+def resident_bytes(precision: str, offload: str, use_stream: bool = False) -> int:
     """Return the bytes of the weights that are on the GPU at once.
 
-    Group offload by block keeps one block and everything outside the blocks; by leaf, one layer.
+    Group offload by block keeps one block and everything outside the blocks; by leaf, one layer. Streams bring the
+    next one while one is in use.
     """
+    groups = 2 if use_stream else 1
     return {
         "none": weight_bytes(precision),
-        "block": block_bytes(precision) + OUTSIDE_BYTES,
-        "leaf": LARGEST_LAYER_BYTES,
+        "block": groups * block_bytes(precision) + OUTSIDE_BYTES,
+        "leaf": groups * LARGEST_LAYER_BYTES,
     }[offload]
 
 
