@@ -61,12 +61,13 @@ def run_pipeline(run: Path, stage: str, device: torch.device) -> VDNH3Pipeline:
 def release_pipeline(release: Path, stage: str, device: torch.device, cache_dir: Path) -> VDNH3Pipeline:
     """Load a published stage through its overlay, merged, in float32; `"dense"` is its base alone."""
     folders = {"dense": MANY_STEP_STAGE, "hybrid": MANY_STEP_STAGE, "turbo": TURBO_STAGE}
-    options = {"cache_dir": cache_dir, "local_files_only": True, "dtype": torch.float32}
+    options = {"local_files_only": True, "dtype": torch.float32}
+    pipeline = VDNH3Pipeline.from_pretrained(release / folders[stage], cache_dir=cache_dir, **options)
     if stage == "dense":
-        options["transformer"] = MiniMaxH3Transformer3DModel.from_pretrained(
-            release / "h3-base" / "transformer", local_files_only=True, torch_dtype=torch.float32
-        )
-    return VDNH3Pipeline.from_pretrained(release / folders[stage], **options).to(device)
+        # Put in afterwards: `from_pretrained` takes no transformer of another class than the folder names.
+        base = MiniMaxH3Transformer3DModel.from_pretrained(release / "h3-base" / "transformer", **options)
+        pipeline.register_modules(transformer=base)
+    return pipeline.to(device)
 
 
 def generate(

@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+from diffusers import MiniMaxH3Transformer3DModel
 from safetensors.torch import load_file, save_file
 
 from training import data, dense, evaluate, export, hybrid, loop, packing, turbo
@@ -75,6 +76,18 @@ def test_the_merged_release_computes_what_the_run_does(stage, release, grown, de
     for value, other, right in zip(found, without, expected, strict=True):
         assert relative_error(value, right) < MERGED_TOLERANCE
         assert relative_error(other, right) > 5 * MERGED_TOLERANCE
+
+
+def test_the_dense_pipeline_is_the_base_alone(release, grown, device, pool, tmp_path):
+    pipeline = evaluate.release_pipeline(release, "dense", device, tmp_path)
+    assert type(pipeline.transformer) is MiniMaxH3Transformer3DModel
+    expected = dense.load_dense(grown, device, pool.text_dim).state_dict()
+    found = pipeline.transformer.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].float(), expected[name].float()) for name in expected)
+    scenes = data.held_out_scenes()[torch.tensor([3])]
+    (clip,) = evaluate.generate(pipeline, scenes, calls=2, size=32)
+    assert clip.frames.shape == (124, 32, 32, 3)
 
 
 def test_the_pipeline_makes_clips_that_the_evaluation_reads(release, device, tmp_path):
