@@ -56,6 +56,9 @@ def _load_base(run: Path) -> dict[str, Any]:
     round_to_release(transformer)
     vae = AutoencoderKLMiniMaxH3.from_pretrained(run / "video_vae" / "model", local_files_only=True)
     audio_vae = AutoencoderKLMiniMaxH3Audio.from_pretrained(run / "audio_vae" / "model", local_files_only=True)
+    for autoencoder in (vae, audio_vae):
+        # Where the run is concerns nobody who has the release.
+        autoencoder.register_to_config(_name_or_path="")
     scheduler, audio_scheduler = components.make_schedulers()
     return {
         "transformer": transformer,

@@ -51,6 +51,15 @@ def test_the_release_is_small_and_in_the_published_layout(release):
     assert "token_refiner.refiner_blocks.0.attn.to_q.lora_B.default.weight" in keys
 
 
+def test_the_release_does_not_say_where_it_was_made(release, grown):
+    files = [path for path in release.rglob("*") if path.suffix in (".json", ".jinja", ".txt")]
+    assert {"digests.json", "config.json", "metadata.json", "tokenizer.json"} <= {path.name for path in files}
+    assert [path for path in files if str(grown) in path.read_text(encoding="utf-8")] == []
+    vae = json.loads((release / "h3-base" / "vae" / "config.json").read_text())
+    assert vae["_class_name"] == "AutoencoderKLMiniMaxH3"
+    assert vae.get("_name_or_path", "") == ""
+
+
 def relative_error(value, expected):
     return float((value - expected).norm() / expected.norm())
 
