@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 demo: $(STAMP)  ## Set up, then make a short video with sound from the embedded model.
-	$(BIN)/diffusers-h3 demo --output outputs/demo.mp4 --overwrite
+	$(BIN)/diffusers-h3 demo --output outputs/demo.mp4 --contact-sheet outputs/demo.png --overwrite
 
 test: $(STAMP)  ## Set up, then run the tests.
 	$(BIN)/python -m pytest -n 2 --dist loadfile

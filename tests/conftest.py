@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 
+# The training code is a folder of the repository, not a part of the package.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 # Read when the libraries are imported. The user's Hugging Face home, its cache and token, is nobody's test data.
 _HOME = tempfile.TemporaryDirectory(prefix="diffusers-h3-tests-")
 os.environ["HF_HOME"] = _HOME.name
@@ -21,6 +24,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def _helper(name):
+    """Import a module of `helpers`, which is no package."""
+    if name not in sys.modules:
+        specification = importlib.util.spec_from_file_location(name, Path(__file__).parent / "helpers" / f"{name}.py")
+        module = importlib.util.module_from_spec(specification)
+        sys.modules[name] = module
+        specification.loader.exec_module(module)
+    return sys.modules[name]
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     """Start every test from the same random numbers, whatever ran before it."""
@@ -31,10 +44,8 @@ def _seeded():
 
 @pytest.fixture(scope="session")
 def tiny_release(tmp_path_factory):
-    """The embedded release as a directory, built once per worker. Read only: copy it to change it."""
-    from diffusers_h3.demo.release import build_release
-
-    return build_release(tmp_path_factory.mktemp("tiny") / "release")
+    """A release with random weights as a directory, built once per worker. Read only: copy it to change it."""
+    return _helper("random_release").build_release(tmp_path_factory.mktemp("tiny") / "release")
 
 
 @pytest.fixture(scope="session")
@@ -90,12 +101,7 @@ def modular_pipeline():
 @pytest.fixture(scope="session")
 def hub_server_class():
     """The class `HubServer` of `helpers/hub_server.py`, a stand-in for the Hub on the loopback interface."""
-    path = Path(__file__).parent / "helpers" / "hub_server.py"
-    specification = importlib.util.spec_from_file_location("hub_server", path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    return module.HubServer
+    return _helper("hub_server").HubServer
 
 
 @pytest.fixture(scope="session")

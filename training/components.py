@@ -1,10 +1,18 @@
 """The sizes of the tiny VDN-H3: stock classes, small enough for a release of a few megabytes."""
 
 import torch
-from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Transformer3DModel
+from diffusers import (
+    AutoencoderKLMiniMaxH3,
+    AutoencoderKLMiniMaxH3Audio,
+    MiniMaxH3Scheduler,
+    MiniMaxH3Transformer3DModel,
+)
 
 from diffusers_h3 import HybridAttentionConfig
 
+
+# Of the schedules, as released.
+VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0
 
 VIDEO_LATENT_CHANNELS = 8
 AUDIO_LATENT_CHANNELS = 8
@@ -91,3 +99,8 @@ def make_transformer(text_dim: int) -> MiniMaxH3Transformer3DModel:
         time_embed_dim=32,
         rope_freq_dim=8,
     )
+
+
+def make_schedulers() -> tuple[MiniMaxH3Scheduler, MiniMaxH3Scheduler]:
+    """Build the video and the audio scheduler, each with its own shift."""
+    return MiniMaxH3Scheduler(shift=VIDEO_SHIFT), MiniMaxH3Scheduler(shift=AUDIO_SHIFT)

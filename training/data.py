@@ -8,32 +8,13 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from diffusers_h3.demo.grammar import BACKGROUNDS, COLOURS, MOTIONS, NUM_FRAMES, PITCHES, SIZE, describe
 
-SIZE = 96
-NUM_FRAMES = 124
+
 FPS = 24
 SAMPLING_RATE = 32000
 SAMPLES_PER_LATENT = 800
 
-COLOURS = {
-    "red": (0.90, 0.12, 0.12),
-    "yellow": (0.92, 0.85, 0.10),
-    "green": (0.12, 0.75, 0.15),
-    "cyan": (0.10, 0.80, 0.85),
-    "blue": (0.15, 0.22, 0.95),
-    "magenta": (0.90, 0.15, 0.80),
-}
-# Hertz. A whole number of cycles fits one audio latent (1/40 s), so that a steady tone has a steady latent.
-PITCHES = {"circle": 440.0, "square": 280.0, "triangle": 680.0}
-MOTIONS = {
-    "right": "moves left to right",
-    "left": "moves right to left",
-    "up": "rises to the top",
-    "down": "falls to the bottom",
-    "bounce": "bounces on the floor",
-    "orbit": "orbits around the centre",
-}
-BACKGROUNDS = ("dark", "light", "striped")
 _GREYS = {"dark": (0.12, 0.12), "light": (0.88, 0.88), "striped": (0.30, 0.45)}
 _STRIPE = 12
 
@@ -118,23 +99,6 @@ def prompts(scenes: Scenes, seed: int) -> list[str]:
             omitted.tolist(),
             strict=True,
         )
-    ]
-
-
-def describe(colour: str, shape: str, motion: str, background: str | None = None) -> str:
-    """Return the sentence for one combination; without a background it is a dark one."""
-    sentence = f"a {colour} {shape} {MOTIONS[motion]}"
-    return sentence if background is None else f"{sentence} on a {background} background"
-
-
-def all_prompts() -> list[str]:
-    """Return every sentence of the grammar."""
-    return [
-        describe(colour, shape, motion, background)
-        for colour in COLOURS
-        for shape in PITCHES
-        for motion in MOTIONS
-        for background in (None, *BACKGROUNDS)
     ]
 
 

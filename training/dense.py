@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
-from diffusers_h3.demo.components import AUDIO_SHIFT, VIDEO_SHIFT
-
 from . import components
 from .backward import Losses
+from .components import AUDIO_SHIFT, VIDEO_SHIFT
 from .latents import Batch, LatentPool
 from .loop import Draws, Part, Schedule, fit, load_weights
 from .packing import shifted, velocity

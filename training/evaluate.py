@@ -7,17 +7,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
-from PIL import Image, ImageDraw
 
 from diffusers_h3 import VDNH3Pipeline
-from diffusers_h3.demo.components import make_schedulers
+from diffusers_h3.demo.contact_sheet import Clip
 
 from . import data
 from .autoencoders import load_autoencoders, pixel_statistics, to_pixels
+from .components import make_schedulers
 from .dense import load_dense
 from .hybrid import load_hybrid
 from .latents import latent_shape
 from .recognise import hear, see
+from .release import MANY_STEP_STAGE, TURBO_STAGE
 from .text import PromptEncoder
 from .turbo import load_turbo
 
@@ -25,19 +26,14 @@ from .turbo import load_turbo
 # What each stage's transformer is sampled with.
 CALLS = {"dense": 50, "hybrid": 50, "turbo": 8}
 
-_SHEET_FRAMES, _SHEET_SCALE, _WAVE_HEIGHT = 8, 2, 24
-
 
 @dataclass(frozen=True)
-class Clip:
-    """One clip and what it should show: frames ``[T, H, W, 3]`` in [0, 1] and audio ``[2, N]``."""
+class LabelledClip(Clip):
+    """A clip and what it should show."""
 
-    prompt: str
     colour: str
     shape: str
     motion: str
-    frames: np.ndarray
-    audio: np.ndarray
 
 
 def run_pipeline(run: Path, stage: str, device: torch.device) -> VDNH3Pipeline:
@@ -64,13 +60,14 @@ def run_pipeline(run: Path, stage: str, device: torch.device) -> VDNH3Pipeline:
 
 def release_pipeline(release: Path, stage: str, device: torch.device, cache_dir: Path) -> VDNH3Pipeline:
     """Load a published stage through its overlay, merged, in float32; `"dense"` is its base alone."""
-    folders = {"hybrid": "stage-b-step-2000", "turbo": "stage-dmd-step-250", "dense": "stage-b-step-2000"}
-    options = {"cache_dir": cache_dir, "local_files_only": True, "dtype": torch.float32}
+    folders = {"dense": MANY_STEP_STAGE, "hybrid": MANY_STEP_STAGE, "turbo": TURBO_STAGE}
+    options = {"local_files_only": True, "dtype": torch.float32}
+    pipeline = VDNH3Pipeline.from_pretrained(release / folders[stage], cache_dir=cache_dir, **options)
     if stage == "dense":
-        options["transformer"] = MiniMaxH3Transformer3DModel.from_pretrained(
-            release / "h3-base" / "transformer", local_files_only=True, torch_dtype=torch.float32
-        )
-    return VDNH3Pipeline.from_pretrained(release / folders[stage], **options).to(device)
+        # Put in afterwards: `from_pretrained` takes no transformer of another class than the folder names.
+        base = MiniMaxH3Transformer3DModel.from_pretrained(release / "h3-base" / "transformer", **options)
+        pipeline.register_modules(transformer=base)
+    return pipeline.to(device)
 
 
 def generate(
@@ -80,7 +77,7 @@ def generate(
     seed: int = 0,
     num_frames: int = data.NUM_FRAMES,
     size: int = data.SIZE,
-) -> Iterator[Clip]:
+) -> Iterator[LabelledClip]:
     """Generate a clip for the sentence of every scene, each from a seed of its own."""
     pipeline.set_progress_bar_config(disable=True)
     for index, prompt in enumerate(data.prompts(scenes, seed)):
@@ -97,7 +94,9 @@ def generate(
 
 
 @torch.no_grad()
-def ground_truth(scenes: data.Scenes, run: Path | None = None, device: torch.device | None = None) -> Iterator[Clip]:
+def ground_truth(
+    scenes: data.Scenes, run: Path | None = None, device: torch.device | None = None
+) -> Iterator[LabelledClip]:
     """Yield the clips of scenes as they are drawn or, given a run, as its autoencoders give them back."""
     if run is not None:
         vae, audio_vae = load_autoencoders(run, device)
@@ -113,7 +112,7 @@ def ground_truth(scenes: data.Scenes, run: Path | None = None, device: torch.dev
         yield _clip(scenes[index], prompt, video[0].permute(1, 2, 3, 0).numpy(), audio.numpy())
 
 
-def score(clips: Iterable[Clip]) -> dict[str, float]:
+def score(clips: Iterable[LabelledClip]) -> dict[str, float]:
     """Return the parts of clips whose colour, shape, motion, pitch and pan are right, and that are right in all."""
     verdicts = []
     for clip in clips:
@@ -134,28 +133,6 @@ def score(clips: Iterable[Clip]) -> dict[str, float]:
     }
 
 
-def contact_sheet(clips: list[Clip]) -> Image.Image:
-    """Draw a row per clip: its prompt, eight frames, and under them the waveform, left channel above right."""
-    height, width = clips[0].frames.shape[1:3]
-    height, width = height * _SHEET_SCALE, width * _SHEET_SCALE
-    caption, row_height = 14, 14 + height + 2 * _WAVE_HEIGHT + 6
-    sheet = Image.new("RGB", (_SHEET_FRAMES * width, len(clips) * row_height), "white")
-    draw = ImageDraw.Draw(sheet)
-    for row, clip in enumerate(clips):
-        top = row * row_height
-        draw.text((4, top + 1), clip.prompt, fill="black")
-        for column, index in enumerate(np.linspace(0, len(clip.frames) - 1, _SHEET_FRAMES).round().astype(int)):
-            frame = Image.fromarray((clip.frames[index] * 255).round().astype(np.uint8))
-            sheet.paste(frame.resize((width, height), Image.Resampling.NEAREST), (column * width, top + caption))
-        for channel, samples in enumerate(clip.audio):
-            middle = top + caption + height + _WAVE_HEIGHT * channel + _WAVE_HEIGHT // 2 + 2
-            # One column of pixels per slice of the sound, from its lowest to its highest sample.
-            for x, part in enumerate(np.array_split(samples.clip(-1, 1), sheet.width)):
-                low, high = part.min() * _WAVE_HEIGHT / 2, part.max() * _WAVE_HEIGHT / 2
-                draw.line((x, middle - high, x, middle - low), fill=("navy", "darkred")[channel])
-    return sheet
-
-
 def save_clips(path: Path, clips: list[Clip]) -> None:
     """Save clips as `.npz`: `prompts`, `frames` in 8 bits ``[N, T, H, W, 3]`` and `audio` in 16 bits ``[N, 2, S]``."""
     np.savez_compressed(
@@ -166,6 +143,6 @@ def save_clips(path: Path, clips: list[Clip]) -> None:
     )
 
 
-def _clip(scene: data.Scenes, prompt: str, frames: np.ndarray, audio: np.ndarray) -> Clip:
+def _clip(scene: data.Scenes, prompt: str, frames: np.ndarray, audio: np.ndarray) -> LabelledClip:
     names = data.COLOUR_NAMES[scene.colour], data.SHAPE_NAMES[scene.shape], data.MOTION_NAMES[scene.motion]
-    return Clip(prompt, *names, frames, audio)
+    return LabelledClip(prompt, frames, audio, *names)

@@ -15,10 +15,10 @@ from .dense import distance, flow_parts, load_dense
 from .latents import LatentPool
 from .loop import Schedule, fit, load_weights
 from .packing import velocity
+from .release import DEFAULT_ADAPTER
 
 
 BRANCH_MODULES = ("linear_attention", "softmax_gate", "to_out_linear")
-DEFAULT_ADAPTER = "default"
 DEFAULT_RANK = 8
 
 _ATTENTION_LINEARS = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")

@@ -14,7 +14,7 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import (
 )
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
 
-from diffusers_h3.demo.components import AUDIO_SHIFT, VIDEO_SHIFT
+from .components import make_schedulers
 
 
 PATCH_SIZE = (1, 2, 2)
@@ -116,7 +116,7 @@ def velocity(
 
 def schedules(calls: int) -> tuple[MiniMaxH3Scheduler, MiniMaxH3Scheduler]:
     """Return the video and the audio schedule of `calls` transformer calls."""
-    pair = MiniMaxH3Scheduler(shift=VIDEO_SHIFT), MiniMaxH3Scheduler(shift=AUDIO_SHIFT)
+    pair = make_schedulers()
     for scheduler in pair:
         scheduler.set_timesteps(calls + 1)
     return pair

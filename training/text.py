@@ -17,9 +17,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import Qwen2TokenizerFast, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 
-from diffusers_h3.demo.components import make_processor, make_text_encoder, make_tokenizer
+from diffusers_h3.demo.grammar import all_prompts
 
-from . import data
+from .qwen import make_processor, make_text_encoder, make_tokenizer
 
 
 _LAYER_SCALE = 0.1
@@ -33,7 +33,7 @@ def make_word_tokenizer() -> Qwen2TokenizerFast:
     learner.pre_tokenizer = ByteLevel(add_prefix_space=False)
     # Far more merges than there are: training ends when every word is one token.
     trainer = BpeTrainer(vocab_size=4096, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False)
-    learner.train_from_iterator(data.all_prompts(), trainer)
+    learner.train_from_iterator(all_prompts(), trainer)
     model = json.loads(learner.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Qwen2TokenizerFast(vocab=model["vocab"], merges=merges, model_max_length=plain.model_max_length)

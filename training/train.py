@@ -11,6 +11,8 @@ from typing import Annotated
 import torch
 import typer
 
+from diffusers_h3.demo.contact_sheet import contact_sheet
+
 from . import autoencoders, data, dense, evaluate, hybrid, turbo
 from .export import export_release
 from .latents import LatentPool
@@ -190,6 +192,7 @@ def evaluate_release(
 ) -> None:
     """Compare the base, the hybrid and the 8-call stage of a release on 54 held-out prompts."""
     target = _open(device)
+    figures = {}
     backgrounds = [data.held_out_scenes(background) for background in data.BACKGROUNDS]
     for stage, calls in evaluate.CALLS.items():
         pipeline = evaluate.release_pipeline(release.absolute(), stage, target, output.absolute() / "cache")
@@ -198,7 +201,9 @@ def evaluate_release(
             for index, scenes in enumerate(backgrounds)
             for clip in evaluate.generate(pipeline, scenes, calls, seed=index)
         ]
-        _report(output, stage, evaluate.score(clips), list(islice(clips, 0, None, 9)))
+        figures[stage] = evaluate.score(clips)
+        _report(output, stage, figures[stage], list(islice(clips, 0, None, 9)))
+    (output / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def _open(device: str) -> torch.device:
@@ -208,11 +213,11 @@ def _open(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _report(folder: Path, name: str, figures: dict[str, float], clips: list[evaluate.Clip]) -> None:
+def _report(folder: Path, name: str, figures: dict[str, float], clips: list[evaluate.LabelledClip]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     evaluate.save_clips(folder / f"{name}.npz", clips)
-    evaluate.contact_sheet(clips).save(folder / f"{name}.png")
+    contact_sheet(clips).save(folder / f"{name}.png")
     typer.echo(f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in figures.items()))
 
 

@@ -15,9 +15,9 @@ from .hybrid import add_adapter, attention_linears, load_hybrid, train_only
 from .latents import LatentPool
 from .loop import Draws, Part, Schedule, fit, load_weights
 from .packing import denoise, schedules, velocity
+from .release import TURBO_ADAPTER
 
 
-TURBO_ADAPTER = "turbo"
 TURBO_CALLS = 8
 TURBO_RANK = 12
 

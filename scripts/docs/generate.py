@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import held_out
 import memory
 import performance
 from transcripts import transcript
 
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "whole transformer": performance.whole_transformer,
@@ -25,6 +28,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "whole models": performance.whole_models,
     "what fits": memory.what_fits,
     "under a cap": memory.under_a_cap,
+    "demo": lambda: held_out.figures("figures"),
+    "demo for README": lambda: held_out.figures("docs/figures"),
     "help": lambda: transcript(["--help"]),
     "generate help": lambda: transcript(["generate", "--help"]),
     "overlays list": lambda: transcript(["overlays", "list"]),
@@ -64,7 +69,7 @@ def fill(text: str, blocks: dict[str, Callable[[], str]]) -> str:
 
 def main() -> None:
     """Bring every page and chart up to date."""
-    for page in sorted(DOCS.glob("*.md")):
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
         page.write_text(fill(text, BLOCKS), encoding="utf-8")
     for name, draw in CHARTS.items():

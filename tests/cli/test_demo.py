@@ -1,4 +1,5 @@
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -7,25 +8,31 @@ import time
 import av
 import numpy as np
 import pytest
+from PIL import Image
+
+from diffusers_h3.demo.grammar import BACKGROUNDS, COLOURS, MOTIONS, PITCHES
+from diffusers_h3.demo.probe import MediaReport
+from diffusers_h3.demo.release import embedded_release
 
 
 @pytest.fixture(scope="module")
 def demo(run, cache, tmp_path_factory):
-    """One run of the demo: what it printed and the file it made."""
+    """One run of the demo: what it printed and the file it made, a contact sheet beside it."""
     output = tmp_path_factory.mktemp("demo") / "new" / "clip.mp4"
-    finished = run("demo", "--output", output, "--cache-dir", cache, "--json")
+    sheet = output.with_suffix(".png")
+    finished = run("demo", "--output", output, "--contact-sheet", sheet, "--cache-dir", cache, "--json")
     assert finished.code == 0, finished.err
     return finished, output
 
 
 def test_demo_makes_video_and_sound_of_equal_length(demo):
     _, output = demo
-    assert [path.name for path in output.parent.iterdir()] == ["clip.mp4"]
+    assert sorted(path.name for path in output.parent.iterdir()) == ["clip.mp4", "clip.png"]
     with av.open(str(output)) as container:
         (video,), (audio,) = container.streams.video, container.streams.audio
         assert len(container.streams) == 2
         assert (video.codec_context.name, audio.codec_context.name) == ("h264", "aac")
-        assert (video.average_rate, video.width, video.height) == (24, 64, 64)
+        assert (video.average_rate, video.width, video.height) == (24, 96, 96)
         assert (audio.rate, audio.channels, audio.layout.name) == (32000, 2, "stereo")
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video)]
     with av.open(str(output)) as container:
@@ -44,36 +51,88 @@ def test_demo_json_is_what_was_decoded(demo):
     assert abs(report.pop("audio_seconds") - 124 / 24) <= 1024 / 32000
     assert report == {
         "output": str(output),
+        "contact_sheet": str(output.with_suffix(".png")),
+        "prompt": "a red circle moves left to right",
         "seed": 0,
         "frames": 124,
         "fps": 24.0,
-        "width": 64,
-        "height": 64,
+        "width": 96,
+        "height": 96,
         "video_seconds": 124 / 24,
         "audio_channels": 2,
         "sampling_rate": 32000,
     }
-    assert "License" not in finished.err, "the demo's weights are nobody's but this package's"
+    assert "MiniMax" not in finished.err, "the demo's weights are nobody's but this package's"
+    assert "not trained on this prompt" not in finished.err
 
 
 def test_demo_table_and_second_run(run, demo, cache, tmp_path):
-    """A second run finds release and merged folder in the cache, and the same seed makes the same file."""
+    """A second run finds the merged folder in the cache, and the same seed makes the same clip."""
     _, first = demo
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")}
-    finished = run("demo", "--output", tmp_path / "clip.mp4", "--cache-dir", cache)
+    output, sheet = tmp_path / "clip.mp4", tmp_path / "clip.png"
+    finished = run("demo", "--output", output, "--contact-sheet", sheet, "--cache-dir", cache)
     assert finished.code == 0, finished.err
     lines = finished.out.splitlines()
-    assert lines[0] == f"file   {tmp_path / 'clip.mp4'}"
-    assert lines[1] == "video  124 frames, 24 fps, 64x64, 5.167 s"
+    assert lines[0] == f"file   {output}"
+    assert lines[1] == "video  124 frames, 24 fps, 96x96, 5.167 s"
     assert lines[2].startswith("sound  2 channels, 32000 Hz, 5.1")
+    assert lines[3:] == [f"sheet  {sheet}"]
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")} == before
-    assert (tmp_path / "clip.mp4").read_bytes() == first.read_bytes()
+    # Frames and waveforms without loss; x264's threads may spend the bits of equal frames in different ways.
+    assert sheet.read_bytes() == first.with_suffix(".png").read_bytes()
+
+
+def test_demo_contact_sheet_shows_the_clip(demo):
+    _, output = demo
+    sheet = np.asarray(Image.open(output.with_suffix(".png")))
+    # A caption, eight frames twice as large, two waveforms.
+    assert sheet.shape == (14 + 2 * 96 + 2 * 40 + 6, 8 * 2 * 96, 3)
+    with av.open(str(output)) as container:
+        first = next(container.decode(video=0)).to_ndarray(format="rgb24")
+    shown = sheet[14 : 14 + 192 : 2, :192:2]
+    assert np.abs(shown.astype(float) - first).mean() < 12, "more than H.264 loses"
+
+
+def test_a_prompt_outside_the_grammar_is_generated_with_a_hint(run, tmp_path, cache, monkeypatch):
+    made = []
+
+    def make(output, prompt, *others):
+        made.append(prompt)
+        return MediaReport(124, 24.0, 96, 96, 124 / 24, 2, 32000, 124 / 24)
+
+    monkeypatch.setattr("diffusers_h3.demo.run.make_demo_video", make)
+    finished = run("demo", "--prompt", "A red circle, moving to the left.", "--output", tmp_path / "clip.mp4")
+    assert finished.code == 0
+    assert made == ["A red circle, moving to the left."]
+    (hint,) = finished.error_lines
+    assert hint.startswith("The demo's model was not trained on this prompt; the nearest it knows: 'a red circle ")
+    assert hint.count("'a ") == 3
+
+
+def test_a_damaged_installation_is_one_line_and_nothing_written(run, tmp_path, monkeypatch):
+    weights = tmp_path / "weights"
+    shutil.copytree(embedded_release(), weights)
+    (weights / "h3-base" / "vae" / "config.json").write_text("{}")
+    monkeypatch.setattr("diffusers_h3.demo.release._RELEASE", weights)
+    finished = run("demo", "--output", tmp_path / "clip.mp4", "--cache-dir", tmp_path / "cache")
+    assert (finished.code, finished.out) == (1, "")
+    assert finished.error_lines == [
+        f"error: The demo's model in {weights} is broken: h3-base/vae/config.json changed. Install diffusers-h3 again."
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def test_help_names_every_word_of_the_grammar(run):
+    text = " ".join(run("demo", "--help").out.split())
+    for word in [*COLOURS, *PITCHES, *MOTIONS.values(), *BACKGROUNDS]:
+        assert word in text
+    assert "noise" not in text.replace("Seed of the noise", "")
 
 
 @pytest.mark.parametrize(
     "stage",
     [
-        "diffusers_h3.demo.release.save_file",
         "diffusers_h3.pipelines.blocks.VDNH3DenoiseStep.loop_step",
         "diffusers_h3.pipelines.media.encode_video",
         "diffusers_h3.pipelines.media.os.replace",
@@ -87,8 +146,6 @@ def test_interrupted_anywhere_leaves_nothing(run, tmp_path, cache, demo, monkeyp
                 file.write(b"half")
         raise KeyboardInterrupt
 
-    # Only a release that is not there yet is built.
-    cache = tmp_path / "cache" if stage.endswith("save_file") else cache
     monkeypatch.setattr(stage, interrupt)
     finished = run("demo", "--output", tmp_path / "clip.mp4", "--cache-dir", cache)
     assert finished.code == 130
@@ -147,10 +204,11 @@ def test_ctrl_c_ends_a_process_with_130_and_no_file(quiet_environment, cache, de
 
 @pytest.mark.slow
 def test_two_first_runs_at_once(command, quiet_environment, tmp_path):
-    """Both find the release built and merged once, and both end with their file."""
+    """Both find the release merged once, and both end with their file."""
+    options = ["--cache-dir", "cache", "--json"]
     running = [
         subprocess.Popen(
-            [*command, "demo", "--output", f"{name}.mp4", "--cache-dir", "cache", "--json"],
+            [*command, "demo", "--output", f"{name}.mp4", "--contact-sheet", f"{name}.png", *options],
             cwd=tmp_path,
             env=quiet_environment,
             stdout=subprocess.PIPE,
@@ -163,5 +221,5 @@ def test_two_first_runs_at_once(command, quiet_environment, tmp_path):
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
         assert json.loads(out)["frames"] == 124
-    assert (tmp_path / "one.mp4").read_bytes() == (tmp_path / "two.mp4").read_bytes()
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert len(list((tmp_path / "cache").glob("stage-*"))) == 1

@@ -118,6 +118,8 @@ WRONG = {
     "no component": ("materialize vdn-h3-8step --components ,", ["--components", "nothing"]),
     "unknown overlay to show": ("overlays show vdn-h3-9step", ["vdn-h3-9step", "vdn-h3-50step"]),
     "demo output exists": ("demo --output {}/exists.mp4", ["exists.mp4", "--overwrite"]),
+    "demo sheet exists": ("demo --contact-sheet {}/text.png", ["--contact-sheet", "text.png", "--overwrite"]),
+    "demo sheet of another kind": ("demo --contact-sheet {}/sheet.jpg", ["--contact-sheet", ".png", "sheet.jpg"]),
     "demo without prompt": ("demo --prompt  --seed 1", ["--prompt"]),
 }
 
@@ -189,7 +191,7 @@ def test_failing_work_is_two_lines_and_code_1(run, tmp_path, monkeypatch, error,
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr("diffusers_h3.demo.run.cached_release", fail)
+    monkeypatch.setattr("diffusers_h3.demo.run.embedded_release", fail)
     finished = run("demo", "--output", tmp_path / "clip.mp4")
     assert finished.code == 1
     assert finished.out == ""
@@ -205,7 +207,7 @@ def test_traceback_on_request(tmp_path, monkeypatch):
     def fail(*arguments):
         raise KeyError("scheduler")
 
-    monkeypatch.setattr("diffusers_h3.demo.run.cached_release", fail)
+    monkeypatch.setattr("diffusers_h3.demo.run.embedded_release", fail)
     result = CliRunner().invoke(app, ["--traceback", "demo", "--output", str(tmp_path / "clip.mp4")])
     assert result.exit_code == 1
     assert isinstance(result.exception, KeyError)

@@ -6,24 +6,30 @@ import pytest
 
 
 MADE_BY = "run `python scripts/docs/generate.py`"
-PAGES = ["performance.md", "memory.md", pytest.param("cli.md", marks=pytest.mark.slow)]
+PAGES = [
+    "README.md",
+    "docs/performance.md",
+    "docs/memory.md",
+    "docs/training.md",
+    pytest.param("docs/cli.md", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_up_to_date(page, root, load_script):
     generate = load_script("generate")
     blocks = {name: make for name, make in generate.BLOCKS.items() if name not in generate.VARYING}
-    text = (root / "docs" / page).read_text(encoding="utf-8")
+    text = (root / page).read_text(encoding="utf-8")
     assert generate.fill(text, blocks) == text, MADE_BY
 
 
 def test_every_block_is_on_one_of_these_pages(root, load_script):
     found = {}
-    for page in (root / "docs").glob("*.md"):
+    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
         for name in re.findall(r"<!-- generated: ([^>]+) -->", page.read_text(encoding="utf-8")):
             found[name] = page.name
     assert set(found) == set(load_script("generate").BLOCKS)
-    assert set(found.values()) == {"performance.md", "memory.md", "cli.md"}
+    assert set(found.values()) == {"README.md", "performance.md", "memory.md", "training.md", "cli.md"}
 
 
 def test_charts_are_up_to_date(root, load_script):

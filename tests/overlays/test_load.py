@@ -24,6 +24,18 @@ def test_builtin():
         load_overlay("vdn-h3-8step", revision="0" * 40)
 
 
+def test_a_release_may_have_a_licence_note_of_its_own(release):
+    assert "MiniMax-H3 Community License" in load_overlay(release / EIGHT).manifest.license_note
+    metadata = json.loads((release / EIGHT / "metadata.json").read_text())
+    metadata["metadata"]["license_note"] = "Mine, and yours."
+    (release / EIGHT / "metadata.json").write_text(json.dumps(metadata))
+    assert load_overlay(release / EIGHT).manifest.license_note == "Mine, and yours."
+    metadata["metadata"]["license_note"] = 7
+    (release / EIGHT / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(ManifestError, match=r"`license_note` must be a text, got 7"):
+        load_overlay(release / EIGHT)
+
+
 @pytest.mark.parametrize(
     ("stage", "calls", "recommended", "adapters"),
     [(EIGHT, 8, 8, ["default", "turbo"]), (FIFTY, None, 50, ["default"])],

@@ -1,12 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-
-# The training code is a folder of the repository, not a part of the package.
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 # Enough latent frames that the window does not cover the clip and every layer runs its branch.
 NUM_FRAMES, SIZE, CLIPS = 56, 64, 4

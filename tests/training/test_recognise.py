@@ -1,10 +1,12 @@
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from training import data, evaluate, recognise
+from training import data, evaluate, recognise, train
 
 
 PATCH = 16
@@ -166,16 +168,25 @@ def test_each_thing_that_is_wrong_is_counted(wrong):
     assert failed == expected | {"all"}
 
 
-def test_the_contact_sheet_shows_frames_over_both_waveforms():
-    clips = list(evaluate.ground_truth(data.held_out_scenes()[torch.tensor([0, 1])]))
-    sheet = np.asarray(evaluate.contact_sheet(clips))
-    assert sheet.shape == (2 * (14 + 192 + 48 + 6), 8 * 192, 3)
-    frame = sheet[14 : 14 + 192, :192]
-    reddest = np.unravel_index((frame[..., 0].astype(int) - frame[..., 1]).argmax(), frame.shape[:2])
-    # The first frame of a circle that starts at the left.
-    assert reddest[1] < 192 / 3
-    waves = sheet[14 + 192 : 14 + 192 + 48]
-    left, right = (waves == np.array([0, 0, 128])).all(-1), (waves == np.array([139, 0, 0])).all(-1)
-    half = sheet.shape[1] // 2
-    assert left[:, :half].sum() > 2 * left[:, half:].sum()
-    assert right[:, half:].sum() > 2 * right[:, :half].sum()
+def test_the_evaluation_writes_what_the_documentation_shows(tmp_path, monkeypatch):
+    """One clip for 18, as it is drawn; the dense model's are given the colours of others."""
+    stages = [("dense", 50), ("hybrid", 50), ("turbo", 8)]
+    made = []
+
+    def generate(pipeline, scenes, calls, seed=0):
+        made.append((pipeline, calls, len(scenes)))
+        for clip in evaluate.ground_truth(scenes[:1]):
+            yield replace(clip, frames=clip.frames[..., ::-1]) if pipeline == "dense" else clip
+
+    monkeypatch.setattr(evaluate, "release_pipeline", lambda release, stage, device, cache: stage)
+    monkeypatch.setattr(evaluate, "generate", generate)
+    # It would change the precision of every test after this one.
+    monkeypatch.setattr(train, "_open", torch.device)
+    result = CliRunner().invoke(train.app, ["evaluate", str(tmp_path), "--output", str(tmp_path), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert made == [(stage, calls, 18) for stage, calls in stages for _ in range(3)]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    right = {"colour": 1.0, "shape": 1.0, "motion": 1.0, "pitch": 1.0, "pan": 1.0, "all": 1.0, "clips": 3}
+    assert figures == {"dense": {**right, "colour": 0.0, "all": 0.0}, "hybrid": right, "turbo": right}
+    assert json.loads((tmp_path / "turbo.json").read_text()) == right
+    assert (tmp_path / "turbo.png").is_file()

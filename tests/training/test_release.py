@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+from diffusers import MiniMaxH3Transformer3DModel
 from safetensors.torch import load_file, save_file
 
 from training import data, dense, evaluate, export, hybrid, loop, packing, turbo
@@ -36,12 +37,27 @@ def release(grown, tmp_path_factory):
 
 def test_the_release_is_small_and_in_the_published_layout(release):
     assert sum(file.stat().st_size for file in release.rglob("*") if file.is_file()) < 12e6
-    assert sorted(path.name for path in release.iterdir()) == ["h3-base", "stage-b-step-2000", "stage-dmd-step-250"]
+    assert sorted(path.name for path in release.iterdir()) == [
+        "digests.json",
+        "h3-base",
+        "stage-b-step-2000",
+        "stage-dmd-step-250",
+    ]
     metadata = json.loads((release / "stage-dmd-step-250" / "metadata.json").read_text())["metadata"]
+    assert "MiniMax" not in metadata.pop("license_note")
     assert metadata == {"turbo_num_steps": 8, "video_shift": 12.0, "audio_shift": 3.0}
     keys = set(load_file(release / "stage-dmd-step-250" / "adapters" / "default" / "adapter_model.safetensors"))
     assert "transformer_blocks.0.attn.orig.to_q.lora_A.default.weight" in keys
     assert "token_refiner.refiner_blocks.0.attn.to_q.lora_B.default.weight" in keys
+
+
+def test_the_release_does_not_say_where_it_was_made(release, grown):
+    files = [path for path in release.rglob("*") if path.suffix in (".json", ".jinja", ".txt")]
+    assert {"digests.json", "config.json", "metadata.json", "tokenizer.json"} <= {path.name for path in files}
+    assert [path for path in files if str(grown) in path.read_text(encoding="utf-8")] == []
+    vae = json.loads((release / "h3-base" / "vae" / "config.json").read_text())
+    assert vae["_class_name"] == "AutoencoderKLMiniMaxH3"
+    assert vae.get("_name_or_path", "") == ""
 
 
 def relative_error(value, expected):
@@ -69,6 +85,18 @@ def test_the_merged_release_computes_what_the_run_does(stage, release, grown, de
     for value, other, right in zip(found, without, expected, strict=True):
         assert relative_error(value, right) < MERGED_TOLERANCE
         assert relative_error(other, right) > 5 * MERGED_TOLERANCE
+
+
+def test_the_dense_pipeline_is_the_base_alone(release, grown, device, pool, tmp_path):
+    pipeline = evaluate.release_pipeline(release, "dense", device, tmp_path)
+    assert type(pipeline.transformer) is MiniMaxH3Transformer3DModel
+    expected = dense.load_dense(grown, device, pool.text_dim).state_dict()
+    found = pipeline.transformer.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].float(), expected[name].float()) for name in expected)
+    scenes = data.held_out_scenes()[torch.tensor([3])]
+    (clip,) = evaluate.generate(pipeline, scenes, calls=2, size=32)
+    assert clip.frames.shape == (124, 32, 32, 3)
 
 
 def test_the_pipeline_makes_clips_that_the_evaluation_reads(release, device, tmp_path):

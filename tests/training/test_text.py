@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from diffusers_h3.demo.grammar import all_prompts
 from training import data, text
 
 
@@ -10,7 +11,7 @@ def encoder(tmp_path_factory, device):
 
 
 def test_every_word_of_the_grammar_is_one_token(encoder):
-    for sentence in data.all_prompts():
+    for sentence in all_prompts():
         assert len(encoder.tokenizer(sentence, add_special_tokens=False)["input_ids"]) == len(sentence.split())
 
 

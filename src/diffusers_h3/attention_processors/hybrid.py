@@ -34,10 +34,10 @@ class HybridAttnProcessor:
 
     Examples:
         >>> from diffusers_h3 import HybridAttnProcessor, VDNH3Pipeline
-        >>> from diffusers_h3.demo.run import STAGE, cached_release
-        >>> pipe = VDNH3Pipeline.from_pretrained(cached_release() / STAGE)
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
+        >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
         >>> pipe.transformer.set_attn_processor(HybridAttnProcessor(backend="sdpa"))
-        >>> output = pipe("A red fox.", height=64, width=64, output_type="latent")
+        >>> output = pipe("a red circle moves left to right", height=96, width=96, output_type="latent")
     """
 
     _attention_backend = None

@@ -36,7 +36,7 @@ def root(
 
     [bold]First steps[/bold]
 
-    diffusers-h3 demo  [dim]# a tiny model with random weights, on any machine, in a minute[/dim]
+    diffusers-h3 demo  [dim]# a tiny model moves a red circle, on any machine, in a minute[/dim]
 
     diffusers-h3 overlays list  [dim]# the weights this program knows[/dim]
 
@@ -53,6 +53,6 @@ def root(
 app.command("generate")(generate.generate)
 app.command("materialize")(materialize.materialize)
 app.add_typer(overlays.app, name="overlays")
-app.command("demo")(demo.demo)
+app.command("demo", epilog=demo.GRAMMAR_HELP)(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)

@@ -11,25 +11,25 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def check_output(path: Path, overwrite: bool) -> None:
-    """Check that an mp4 can be written to `path`; missing folders will be created.
+def check_output(path: Path, overwrite: bool, option: str = "--output", ending: str = ".mp4") -> None:
+    """Check that a file of one `ending` can be written to `path`; missing folders will be created.
 
     Raises:
         UsageError: For another ending, an existing file without `overwrite`, a folder, or a place not writable.
     """
-    if path.suffix.lower() != ".mp4":
-        raise UsageError(f"--output must end in .mp4, got {path}.")
+    if path.suffix.lower() != ending:
+        raise UsageError(f"{option} must end in {ending}, got {path}.")
     if path.is_dir():
-        raise UsageError(f"--output {path} is a folder; name a file in it.")
+        raise UsageError(f"{option} {path} is a folder; name a file in it.")
     if path.exists() and not overwrite:
-        raise UsageError(f"--output {path} exists already; pass --overwrite to replace it.")
+        raise UsageError(f"{option} {path} exists already; pass --overwrite to replace it.")
     folder = path.absolute().parent
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise UsageError(f"--output {path} cannot be written: {folder} is not a folder.")
+        raise UsageError(f"{option} {path} cannot be written: {folder} is not a folder.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"--output {path} cannot be written: {folder} is not writable.")
+        raise UsageError(f"{option} {path} cannot be written: {folder} is not writable.")
 
 
 def check_seed(seed: int) -> None:

@@ -1,1 +1,1 @@
-"""The embedded release: a complete VDN-H3 release of a few megabytes, built by code from a seed."""
+"""The demo: a trained VDN-H3 of a few megabytes, what it knows, and a command to try it."""

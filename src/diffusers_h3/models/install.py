@@ -46,9 +46,9 @@ def apply_hybrid_attention(
     Examples:
         >>> from diffusers import MiniMaxH3Transformer3DModel
         >>> from diffusers_h3 import HybridAttentionConfig, apply_hybrid_attention
-        >>> from diffusers_h3.demo.run import cached_release
-        >>> transformer = MiniMaxH3Transformer3DModel.from_pretrained(cached_release() / "h3-base/transformer")
-        >>> transformer = apply_hybrid_attention(transformer, HybridAttentionConfig(linear_head_dim=16))
+        >>> from diffusers_h3.demo.release import embedded_release
+        >>> transformer = MiniMaxH3Transformer3DModel.from_pretrained(embedded_release() / "h3-base/transformer")
+        >>> transformer = apply_hybrid_attention(transformer, HybridAttentionConfig(linear_head_dim=64))
         >>> type(transformer.transformer_blocks[0].attn.linear_attention).__name__
         'VideoDeltaAttention'
     """

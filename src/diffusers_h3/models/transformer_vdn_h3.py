@@ -42,8 +42,8 @@ class VDNH3Transformer3DModel(MiniMaxH3Transformer3DModel):
 
     Examples:
         >>> from diffusers_h3 import VDNH3Transformer3DModel, load_overlay, materialize_overlay
-        >>> from diffusers_h3.demo.run import STAGE, cached_release
-        >>> overlay = load_overlay(cached_release() / STAGE)  # or a name: load_overlay("vdn-h3-8step")
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
+        >>> overlay = load_overlay(embedded_release() / STAGE)  # or a name: load_overlay("vdn-h3-8step")
         >>> folder = materialize_overlay(overlay, components=("transformer",))
         >>> transformer = VDNH3Transformer3DModel.from_pretrained(folder, subfolder="transformer")
         >>> [adapter["name"] for adapter in transformer.config.fused_adapters]

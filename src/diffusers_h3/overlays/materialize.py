@@ -72,8 +72,8 @@ def materialize_overlay(
 
     Examples:
         >>> from diffusers_h3 import load_overlay, materialize_overlay
-        >>> from diffusers_h3.demo.run import STAGE, cached_release
-        >>> overlay = load_overlay(cached_release() / STAGE)
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
+        >>> overlay = load_overlay(embedded_release() / STAGE)
         >>> folder = materialize_overlay(overlay, components=("transformer", "scheduler"))
         >>> sorted(path.name for path in folder.iterdir())
         ['model_index.json', 'overlay.json', 'scheduler', 'transformer']

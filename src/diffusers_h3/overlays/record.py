@@ -113,9 +113,9 @@ def verify_folder(folder: str | Path, progress: Callable[[int], Any] = lambda co
 
     Examples:
         >>> from diffusers_h3 import load_overlay, materialize_overlay
-        >>> from diffusers_h3.demo.run import STAGE, cached_release
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
         >>> from diffusers_h3.overlays import verify_folder
-        >>> folder = materialize_overlay(load_overlay(cached_release() / STAGE))
+        >>> folder = materialize_overlay(load_overlay(embedded_release() / STAGE))
         >>> {check.status for check in verify_folder(folder)}
         {'ok'}
     """

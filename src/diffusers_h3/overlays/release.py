@@ -27,7 +27,8 @@ def stages(files: dict[str, int]) -> list[str]:
 def read_release(root: Folder, stage: str | None, choose: str) -> OverlayManifest:
     """Describe one stage of a release as a manifest whose sources lie beside it.
 
-    What the release does not publish (digests, counts) is null. Text encoder, tokenizer and processor come from
+    What the release does not publish (digests, counts) is null; without a licence note of its own it is under the
+    MiniMax-H3 licence. Text encoder, tokenizer and processor come from
     `h3-base` where it has them, else from the pinned repository the built-in overlays use.
 
     Args:
@@ -58,14 +59,15 @@ def read_release(root: Folder, stage: str | None, choose: str) -> OverlayManifes
 
     folder = root.child(stage)
     hybrid_attention = _read_transform(folder)
-    sampling = _read_sampling(folder)
+    metadata = _read_metadata(folder)
+    sampling = _sampling(metadata)
     adapters = [_adapter(stage, name, files) for name in _adapter_names(folder, stage, files, sampling)]
     builtin = builtin_overlays()["vdn-h3-8step"]
     content = {
         "schema_version": SCHEMA_VERSION,
         "name": stage,
         "description": f"{stage} of the release {root.location}.",
-        "license_note": builtin.license_note,
+        "license_note": metadata.get("license_note", builtin.license_note),
         "base_transformer": {"source": _beside(f"{BASE_FOLDER}/transformer"), "shards": None},
         "hybrid_attention": hybrid_attention,
         "adapters": adapters,
@@ -158,13 +160,17 @@ def _read_transform(folder: Folder) -> dict[str, Any]:
     return transforms[0]
 
 
-def _read_sampling(folder: Folder) -> dict[str, Any]:
+def _read_metadata(folder: Folder) -> dict[str, Any]:
     metadata = read_folder_json(folder, ("metadata.json",)).get("metadata")
     missing = [name for name in ("video_shift", "audio_shift") if name not in (metadata or {})]
     if not isinstance(metadata, dict) or missing:
         raise ManifestError(
             f"{folder.location}/metadata.json: missing {', '.join(f'`metadata.{n}`' for n in missing)}."
         )
+    return metadata
+
+
+def _sampling(metadata: dict[str, Any]) -> dict[str, Any]:
     calls = metadata.get("turbo_num_steps")
     return {
         "num_inference_steps": calls,

@@ -95,7 +95,7 @@ def write_mp4(
             video_chunks_number=num_chunks,
         )
 
-    return _write_complete(path, write, overwrite)
+    return write_complete(path, write, overwrite)
 
 
 def write_wav(path: Path, audio: torch.Tensor, sampling_rate: int, overwrite: bool) -> Path:
@@ -109,10 +109,10 @@ def write_wav(path: Path, audio: torch.Tensor, sampling_rate: int, overwrite: bo
             file.setframerate(sampling_rate)
             file.writeframes(samples.T.contiguous().numpy().astype("<i2").tobytes())
 
-    return _write_complete(path, write, overwrite)
+    return write_complete(path, write, overwrite)
 
 
-def _write_complete(path: Path, write: Callable[[Path], None], overwrite: bool) -> Path:
+def write_complete(path: Path, write: Callable[[Path], None], overwrite: bool) -> Path:
     """Let `write` fill a file in a scratch folder beside `path`, then move it there in one step."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it.")

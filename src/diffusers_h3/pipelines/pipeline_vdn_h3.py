@@ -61,13 +61,14 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
     Examples:
         >>> import torch
         >>> from diffusers_h3 import VDNH3Pipeline
-        >>> from diffusers_h3.demo.run import STAGE, cached_release
-        >>> pipe = VDNH3Pipeline.from_pretrained(cached_release() / STAGE)
-        >>> output = pipe("A red fox.", height=64, width=64, generator=torch.Generator().manual_seed(0))
+        >>> from diffusers_h3.demo.release import STAGE, embedded_release
+        >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> output = pipe("a red circle moves left to right", height=96, width=96, generator=generator)
         >>> len(output.frames[0]), output.audio.shape
         (124, torch.Size([1, 2, 165600]))
-        >>> output.save("fox.mp4").name
-        'fox.mp4'
+        >>> output.save("circle.mp4").name
+        'circle.mp4'
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vae->audio_vae"
@@ -131,8 +132,8 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
         Examples:
             >>> import torch
             >>> from diffusers_h3 import VDNH3Pipeline
-            >>> from diffusers_h3.demo.run import STAGE, cached_release
-            >>> source = cached_release() / STAGE  # or "vdn-h3-8step"
+            >>> from diffusers_h3.demo.release import STAGE, embedded_release
+            >>> source = embedded_release() / STAGE  # or "vdn-h3-8step"
             >>> pipe = VDNH3Pipeline.from_pretrained(source, dtype=torch.bfloat16)
             >>> pipe.text_encoder.dtype, pipe.config.num_inference_steps
             (torch.bfloat16, 8)
@@ -172,8 +173,8 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
         Examples:
             >>> import torch
             >>> from diffusers_h3 import VDNH3Pipeline
-            >>> from diffusers_h3.demo.run import STAGE, cached_release
-            >>> pipe = VDNH3Pipeline.from_pretrained(cached_release() / STAGE)
+            >>> from diffusers_h3.demo.release import STAGE, embedded_release
+            >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
             >>> onload = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             >>> pipe.enable_group_offload(onload, num_blocks_per_group=1)
         """
@@ -220,12 +221,12 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
 
         Examples:
             >>> from diffusers_h3 import VDNH3Pipeline
-            >>> from diffusers_h3.demo.run import STAGE, cached_release
-            >>> pipe = VDNH3Pipeline.from_pretrained(cached_release() / STAGE)
-            >>> prompt_embeds, text_token_tags = pipe.encode_prompt("A red fox.")
+            >>> from diffusers_h3.demo.release import STAGE, embedded_release
+            >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
+            >>> prompt_embeds, text_token_tags = pipe.encode_prompt("a cyan square rises to the top")
             >>> pipe.text_encoder = None  # its memory is free now
             >>> encoded = {"prompt_embeds": prompt_embeds, "text_token_tags": text_token_tags}
-            >>> output = pipe(**encoded, height=64, width=64, output_type="latent")
+            >>> output = pipe(**encoded, height=96, width=96, output_type="latent")
         """
         components = VDNH3Components(self)
         keyframes = request.check_keyframes(image, last_image)
@@ -301,10 +302,10 @@ class VDNH3Pipeline(DiffusionPipeline, VDNH3LoraLoaderMixin):
         Examples:
             >>> from PIL import Image
             >>> from diffusers_h3 import VDNH3Pipeline
-            >>> from diffusers_h3.demo.run import STAGE, cached_release
-            >>> pipe = VDNH3Pipeline.from_pretrained(cached_release() / STAGE)
+            >>> from diffusers_h3.demo.release import STAGE, embedded_release
+            >>> pipe = VDNH3Pipeline.from_pretrained(embedded_release() / STAGE)
             >>> keyframe = Image.new("RGB", (96, 64), "orange")
-            >>> output = pipe("A red fox.", image=keyframe, height=64, width=96, num_frames=141)
+            >>> output = pipe("a red circle moves left to right", image=keyframe, height=64, width=96, num_frames=141)
             >>> len(output.frames[0]), output.frames[0][0].size, output.sampling_rate
             (141, (96, 64), 32000)
         """

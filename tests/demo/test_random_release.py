@@ -1,5 +1,8 @@
+"""The release of random weights that other tests read: its layout, odd sizes and ranks, and how it is written."""
+
 import hashlib
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -7,7 +10,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from diffusers_h3.demo.release import build_release
 from diffusers_h3.hybrid.config import HybridAttentionConfig
 
 
@@ -34,6 +36,12 @@ BRANCH = {
 }
 
 
+@pytest.fixture
+def build_release(tiny_release):
+    """The function that built `tiny_release`."""
+    return sys.modules["random_release"].build_release
+
+
 def digests(directory):
     return {
         path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -42,7 +50,7 @@ def digests(directory):
     }
 
 
-def test_same_seed_same_bytes_and_caller_keeps_its_random_numbers(tiny_release, tmp_path):
+def test_same_seed_same_bytes_and_caller_keeps_its_random_numbers(tiny_release, build_release, tmp_path):
     torch.manual_seed(123)
     expected = torch.rand(3)
     torch.manual_seed(123)
@@ -84,24 +92,31 @@ def test_size_and_files(tiny_release):
         assert found == expected
 
 
-def test_a_directory_in_use_is_left_alone(tmp_path):
+def test_every_file_is_in_the_list_of_digests(tiny_release):
+    listed = json.loads((tiny_release / "digests.json").read_text())
+    found = digests(tiny_release)
+    found.pop("digests.json")
+    assert listed == found
+
+
+def test_a_directory_in_use_is_left_alone(build_release, tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(FileExistsError, match="exists already"):
         build_release(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failure_leaves_nothing(build_release, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diffusers_h3.demo.release.save_file", full)
+    monkeypatch.setattr("training.release.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         build_release(tmp_path / "release")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_directory_and_missing_parents_are_filled(tmp_path):
+def test_an_empty_directory_and_missing_parents_are_filled(build_release, tmp_path):
     target = tmp_path / "deep" / "er"
     target.mkdir(parents=True)
     assert build_release(target) == target
