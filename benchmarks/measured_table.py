@@ -53,6 +53,7 @@ def entry(environment, run):
         "peak_gb": run["peak_gb"],
         "weights_gb": run["weights_gb"],
         "use_stream": run.get("use_stream", False),
+        "compiled_parts": run.get("compiled_parts"),
     }
 
 

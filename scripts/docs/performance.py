@@ -70,7 +70,9 @@ def _run_name(entry: Measurement) -> str:
     parts = ["VDN-H3" if entry.model == "hybrid" else "dense H3", entry.precision]
     if entry.attention_precision != "bf16":
         parts.append(f"{entry.attention_precision} attention")
-    if entry.compiled is False:
+    if entry.compiled_parts == "layers":
+        parts.append("linear layers compiled")
+    elif entry.compiled is False:
         parts.append("eager")
     if entry.offload != "none":
         parts.append(f"offload by {entry.offload}" + " with streams" * entry.use_stream)

@@ -12,6 +12,7 @@ SETTINGS = {
     "precision": ("bf16", "VDN-H3, bf16"),
     "attention_precision": ("fp8", "VDN-H3, fp8, fp8 attention"),
     "compiled": (False, "VDN-H3, fp8, eager"),
+    "compiled_parts": ("layers", "VDN-H3, fp8, linear layers compiled"),
     "offload": ("leaf", "VDN-H3, fp8, offload by leaf"),
     "memory_cap_gb": (24.0, "VDN-H3, fp8, cap 24 GB"),
 }
@@ -21,7 +22,7 @@ SETTINGS = {
 def run_name(load_script):
     """A function naming a run like the first one of the table but for the settings it is given."""
     plain = {"model": "hybrid", "precision": "fp8", "attention_precision": "bf16", "offload": "none"}
-    plain |= {"compiled": True, "memory_cap_gb": None, "use_stream": False}
+    plain |= {"compiled": True, "memory_cap_gb": None, "use_stream": False, "compiled_parts": None}
     name = load_script("performance")._run_name
     return lambda **settings: name(dataclasses.replace(measurements()[0], **plain | settings))
 

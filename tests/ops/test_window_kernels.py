@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diffusers_h3.hybrid.config import HybridAttentionConfig
 from diffusers_h3.hybrid.layout import SequenceLayout, plan_window
@@ -228,6 +229,22 @@ def test_auto_takes_the_first_that_runs_and_says_so_once(capability, packages, q
             assert kernels.resolve_kernel("auto", query) is kernels.KERNELS[chosen]
     (message,) = caplog.messages
     assert f"runs its window on '{chosen}'" in message
+
+
+@pytest.mark.parametrize(("dtype", "gathered"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_auto_gathers_on_a_card_in_float32_only(dtype, gathered):
+    calls = []
+
+    def attention(query, key, value):
+        calls.append(key.shape[1])
+        return query
+
+    with FakeTensorMode():
+        rows = torch.empty(1, 9, 1, 64, dtype=dtype, device="cuda")
+        groups = ((((0, 5),), ((0, 9),)), (((5, 9),), ((2, 9),)))
+        output = window_attention(rows, rows, rows, groups, attention)
+    assert (output.shape, output.dtype, output.device.type) == (rows.shape, dtype, "cuda")
+    assert calls == ([9, 7] if gathered else [])
 
 
 def test_named_backends_refuse_the_cpu_and_gradients(draw):

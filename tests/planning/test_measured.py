@@ -97,13 +97,14 @@ def test_a_run_becomes_an_entry(measured_table, tmp_path):
             "peak_gb": 60.0,
             "weights_gb": 49.4,
             "use_stream": False,
+            "compiled_parts": None,
         }
     ]
 
 
 def test_what_a_run_says_of_itself_is_kept(measured_table, tmp_path):
     own = {"height": 480, "width": 832, "text_rows": 77, "compiled": False}
-    own |= {"offload": "block", "use_stream": True, "memory_cap_gb": 24}
+    own |= {"offload": "leaf", "use_stream": True, "memory_cap_gb": 24, "compiled_parts": "layers"}
     (entry,) = make_table(measured_table, tmp_path, RUN | own | {"run": "hybrid:bf16"}, torch="2.12")
     assert own.items() <= entry.items()
     assert (entry["precision"], entry["attention_precision"]) == ("bf16", "bf16")

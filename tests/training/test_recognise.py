@@ -84,7 +84,6 @@ def test_what_is_not_there_is_not_recognised():
         lambda frames: noisy(faded(without_slivers(frames, 0.1), 0.6), 0.05),
     ],
     ids=[
-        "blur 2",
         "blur 3",
         "tenths lost",
         "fifths lost",

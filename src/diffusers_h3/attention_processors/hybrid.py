@@ -26,7 +26,7 @@ class HybridAttnProcessor:
         backend (`str`): How the window is computed. `"sdpa"` runs on any device, with gradients, through Diffusers'
             attention dispatch (`set_attention_backend` applies and selects it). `"flashinfer"`, `"flash_attn"`,
             `"cudnn"` and `"torch_flash"` are inference only and gather no keys. `"auto"` takes the first of them that
-            runs on the device and logs it, and `"sdpa"` on a CPU or with gradients.
+            runs on the device and logs it, and `"sdpa"` on a CPU, in float32 or with gradients.
         fp8 (`bool`): Quantise the window's query, key and value to e4m3, per head. FlashInfer on Hopper only.
 
     Raises:

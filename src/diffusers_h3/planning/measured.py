@@ -24,6 +24,7 @@ class Measurement:
         memory_cap_gb (`float`, *optional*): The memory the allocator was allowed.
         seconds_per_call, peak_gb, weights_gb (`float`): GB of 10^9 bytes; of the weights, what is on the GPU at once.
         use_stream (`bool`): Whether the offload brought the next weights while one group was in use.
+        compiled_parts (`str`, *optional*): `"layers"` where the linear layers were compiled instead of the blocks.
     """
 
     card: str
@@ -44,6 +45,7 @@ class Measurement:
     peak_gb: float
     weights_gb: float
     use_stream: bool = False
+    compiled_parts: str | None = None
 
     @property
     def clip(self) -> Clip:

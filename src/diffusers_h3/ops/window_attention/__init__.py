@@ -38,7 +38,8 @@ def window_attention(
             query of exactly one group.
         attention (`Callable`): Dense, unmasked attention on ``[B, L, H, D]`` tensors, used by `"sdpa"`.
         gate (`torch.Tensor`, *optional*): ``[B, T, H]``; its sigmoid multiplies the output.
-        backend (`str`): One of `BACKENDS`, or `"auto"`: the fastest kernel present for CUDA inference, else `"sdpa"`.
+        backend (`str`): One of `BACKENDS`, or `"auto"`: the fastest kernel present for CUDA inference in half
+            precision, else `"sdpa"`.
         fp8 (`bool`): Quantise query, key and value per head to e4m3 (FlashInfer on Hopper only).
         rows (`Callable`): Returns the rows ``(start, stop)`` of a range of `groups`, which are rows by default.
 
@@ -52,7 +53,8 @@ def window_attention(
     if fp8 and backend == "sdpa":
         raise ValueError("fp8 attention runs on the 'flashinfer' window backend only, not on 'sdpa'.")
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    if backend == "sdpa" or (backend == "auto" and not fp8 and (needs_grad or not query.is_cuda)):
+    beyond_kernels = needs_grad or not query.is_cuda or query.dtype == torch.float32
+    if backend == "sdpa" or (backend == "auto" and not fp8 and beyond_kernels):
         output = gathered_attention(query, key, value, groups, attention, rows)
         return output if gate is None else output * torch.sigmoid(gate).unsqueeze(-1).to(output.dtype)
     if needs_grad:
