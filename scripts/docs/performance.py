@@ -59,9 +59,10 @@ def whole_transformer() -> str:
 
 
 def whole_transformer_chart() -> str:
-    """Return the chart of the longest measured clip, runs that kept all weights on the card."""
+    """Return the chart of the longest measured clip, runs that had the whole card and kept all weights on it."""
     frames = max(entry.frames for entry in measurements())
-    shown = [entry for entry in measurements() if entry.frames == frames and entry.offload == "none"]
+    whole = [entry for entry in measurements() if entry.offload == "none" and entry.memory_cap_gb is None]
+    shown = [entry for entry in whole if entry.frames == frames]
     bars = sorted({_run_name(entry): entry.seconds_per_call for entry in shown}.items(), key=lambda bar: bar[1])
     return bar_chart(f"One transformer call, {frames} frames of 1344×768", "seconds", bars, accent="VDN-H3")
 

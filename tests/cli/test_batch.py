@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -97,6 +98,19 @@ def _records(folder):
 
 def _statuses(folder):
     return {record["file"]: record["status"] for record in _records(folder)}
+
+
+# How far two encodings of the same frames may lie apart, in steps of 1/255: x264's threads do not repeat themselves.
+_ENCODINGS = 0.5
+
+
+def _distance(first, second):
+    """Return the mean distance of the pixels of two clips, in steps of 1/255."""
+    clips = []
+    for path in (first, second):
+        with av.open(str(path)) as container:
+            clips.append(np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]))
+    return float(np.abs(clips[0].astype(float) - clips[1]).mean())
 
 
 def _files(folder):
@@ -306,7 +320,8 @@ def test_clips_are_those_of_single_calls(run, start, folder, write, tmp_path, en
         "from-an-image.mp4": ("--steps", "1", "--image", tmp_path / "first.png"),
     }.items():
         assert run(*single, *options, "--output", tmp_path / file).code == 0
-        assert (tmp_path / file).read_bytes() == (out / file).read_bytes()
+        assert _distance(tmp_path / file, out / file) < _ENCODINGS
+    assert _distance(out / "four.mp4", out / "five.mp4") > 4 * _ENCODINGS
     report = probe_media(out / "four.mp4")
     assert (report.frames, report.width, report.height, report.audio_channels) == (124, 64, 64, 2)
 
@@ -473,7 +488,8 @@ def test_killed_between_clips_and_taken_up_again(command, quiet_environment, sta
     assert _files(out) == ["c0.mp4", "c1.mp4", "c2.mp4"]
     assert set(_statuses(out).values()) == {"done"}
     assert (out / "c0.mp4").read_bytes() == first
-    assert len({(out / f"c{n}.mp4").read_bytes() for n in range(3)}) == 3
+    for first, second in ("01", "02", "12"):
+        assert _distance(out / f"c{first}.mp4", out / f"c{second}.mp4") > 4 * _ENCODINGS
 
 
 # Runs in every process: one clip fails, and each process notes which clips it made.
