@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import torch
 from bench_attention import environment
+from bench_dit import write_texts
 
 from diffusers_h3 import HybridAttnProcessor, VDNH3Pipeline
 from diffusers_h3.demo.release import STAGE, embedded_release
@@ -26,8 +27,8 @@ from training import data, evaluate
 def clips(pipeline: VDNH3Pipeline, backend: str, count: int) -> np.ndarray:
     """Return `count` clips of held-out prompts, ``[N, T, H, W, 3]`` in [0, 1]."""
     pipeline.transformer.set_attn_processor(HybridAttnProcessor(backend=backend))
-    scenes = data.held_out_scenes()[torch.arange(18)[:: 18 // count][:count]]
-    return np.stack([clip.frames for clip in evaluate.generate(pipeline, scenes, evaluate.CALLS["turbo"])])
+    generated = evaluate.generate(pipeline, data.few_held_out(count), evaluate.CALLS["turbo"])
+    return np.stack([clip.frames for clip in generated])
 
 
 def decibels(first: np.ndarray, second: np.ndarray) -> list[float]:
@@ -54,8 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     expected = clips(pipeline, first, arguments.clips)
     psnr = {name: decibels(clips(pipeline, name, arguments.clips), expected) for name in others}
     report = {"environment": environment(arguments.device), "against": first, "psnr": psnr}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_texts(arguments.output.parent, {arguments.output.name: json.dumps(report, indent=2) + "\n"})
     for name, values in psnr.items():
         print(f"{name} against {first}: {min(values):.1f} to {max(values):.1f} dB over {len(values)} clips")
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio
+from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, ModelMixin
 
 from . import components, data
 from .backward import Losses
@@ -124,8 +124,7 @@ def train_video_decoder(
 
     The encoder is the expensive half; it runs once over `windows` windows, at the start of a piece.
     """
-    vae = AutoencoderKLMiniMaxH3.from_pretrained(run / "video_vae" / "model", local_files_only=True)
-    vae = vae.requires_grad_(False).eval().to(device)
+    vae = _load_frozen(AutoencoderKLMiniMaxH3, run / "video_vae" / "model", device)
     pool = Windows.encode(vae, windows, size, seed)
     vae.decoder.requires_grad_(True)
 
@@ -184,9 +183,12 @@ def load_autoencoders(run: Path, device: torch.device) -> tuple[AutoencoderKLMin
     """Load what the stages saved, frozen; the video decoder's own stage goes first, if there is one."""
     folders = (run / stage / "model" for stage in ("video_decoder", "video_vae"))
     folder = next((folder for folder in folders if folder.is_dir()), run / "video_vae" / "model")
-    video = AutoencoderKLMiniMaxH3.from_pretrained(folder, local_files_only=True)
-    audio = AutoencoderKLMiniMaxH3Audio.from_pretrained(run / "audio_vae" / "model", local_files_only=True)
-    return video.requires_grad_(False).eval().to(device), audio.requires_grad_(False).eval().to(device)
+    video = _load_frozen(AutoencoderKLMiniMaxH3, folder, device)
+    return video, _load_frozen(AutoencoderKLMiniMaxH3Audio, run / "audio_vae" / "model", device)
+
+
+def _load_frozen(kind: type[ModelMixin], folder: Path, device: torch.device) -> ModelMixin:
+    return kind.from_pretrained(folder, local_files_only=True).requires_grad_(False).eval().to(device)
 
 
 def _reconstruction(reconstructed: torch.Tensor, pixels: torch.Tensor, video: torch.Tensor) -> Losses:

@@ -86,6 +86,11 @@ def held_out_scenes(background: str = "dark") -> Scenes:
     return Scenes(colour, shape, motion, backgrounds, zeros, zeros, torch.full((count,), sum(_RADII) / 2))
 
 
+def few_held_out(count: int) -> Scenes:
+    """Return up to 18 held-out combinations, every third first, so that a few show all shapes and motions."""
+    return held_out_scenes()[torch.arange(18).reshape(6, 3).T.flatten()[:count]]
+
+
 def prompts(scenes: Scenes, seed: int) -> list[str]:
     """Describe scenes in plain English; half of those on a dark background do not mention it."""
     omitted = torch.rand(len(scenes), generator=torch.Generator().manual_seed(seed)) < 0.5

@@ -174,8 +174,7 @@ def sample(
     if stage not in ("vae", *evaluate.CALLS):
         raise typer.BadParameter(f"the stage must be one of vae, {', '.join(evaluate.CALLS)}, got {stage!r}.")
     target = _open(device)
-    # Every third, so that a few prompts show all shapes and motions.
-    scenes = data.held_out_scenes()[torch.arange(18).reshape(6, 3).T.flatten()[:count]]
+    scenes = data.few_held_out(count)
     if stage == "vae":
         clips = list(evaluate.ground_truth(scenes, run, target))
     else:

@@ -145,12 +145,8 @@ def test_another_run_is_refused_by_name(name, bench):
 
 
 @pytest.mark.parametrize("arguments", [["--caps", "0"], ["--layers", "0"], ["--width", "1340"], ["--frames", "100"]])
-def test_bad_arguments_end_before_anything_is_built(arguments, bench, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main([*arguments, "--output", str(tmp_path / "out")])
-    assert stop.value.code == 2
-    assert arguments[-1] in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+def test_bad_arguments_end_before_anything_is_built(arguments, check_refused):
+    check_refused(arguments)
 
 
 def test_the_smallest_cap_that_a_call_ends_under_is_its_row(card, make_bench):
