@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,24 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def newest(has_section) -> tuple[dict[str, Any], str]:
-    """Return the newest report with what is wanted, and a line that says where it comes from."""
-    for path in sorted(RESULTS.glob("*.json"), reverse=True):
+def reports(has_section: Callable[[dict[str, Any]], bool]) -> list[tuple[dict[str, Any], str]]:
+    """Return the reports with what is wanted, oldest first, each with a line that says where it comes from."""
+    found = []
+    for path in sorted(RESULTS.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(report, dict) and has_section(report):
             machine = report.get("environment", report)
             card = machine.get("card", machine.get("device"))
             source = f"`benchmarks/results/{path.name}`: {card}, torch {machine['torch']}, {machine['date']}."
-            return report, source
-    raise LookupError("No file of benchmarks/results has the section that this page shows.")
+            found.append((report, source))
+    if not found:
+        raise LookupError("No file of benchmarks/results has the section that this page shows.")
+    return found
+
+
+def newest(has_section: Callable[[dict[str, Any]], bool]) -> tuple[dict[str, Any], str]:
+    """Return the newest report with what is wanted, and a line that says where it comes from."""
+    return reports(has_section)[-1]
 
 
 def whole_transformer() -> str:

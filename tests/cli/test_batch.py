@@ -548,6 +548,20 @@ def test_two_processes_share_the_clips_and_the_prompts(quiet_environment, folder
     assert _files(out) == [".prompts", "c1.mp4", "c2.mp4", "c3.mp4", "c4.mp4"]
 
 
+def test_more_processes_than_gpus_are_refused_before_they_meet(write, tmp_path, monkeypatch, folder, run):
+    """On one GPU, Accelerate would put both processes on it, and the second one's weights would not fit."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("diffusers_h3.cli.generate._check_device", lambda name, offload: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
+    monkeypatch.setattr("diffusers_h3.cli.batch.join_processes", lambda device: pytest.fail("waits for the others"))
+    out = tmp_path / "out"
+    finished = run("generate", "--prompts", write({"prompt": "x"}), "--out", out, "--overlay", folder)
+    assert finished.code == 2
+    assert "this machine has 1 for 2 processes" in finished.error_lines[-2]
+    assert not out.exists()
+
+
 def test_a_device_for_several_processes_is_refused(start, write, tmp_path, monkeypatch, folder, run):
     class Two:
         num_processes = 2

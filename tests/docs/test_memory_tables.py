@@ -57,12 +57,12 @@ RESULT = {
 
 @pytest.fixture
 def under_a_cap(load_script, monkeypatch, tmp_path):
-    """A function making the tables of the results in a folder, which a file is written to first, if there is one."""
+    """A function making the tables of the results in a folder, where it first writes the reports given."""
 
-    def make(report=None):
+    def make(*reports):
         monkeypatch.setattr(load_script("performance"), "RESULTS", tmp_path)
-        if report is not None:
-            (tmp_path / "2026-12-03-h200-memory.json").write_text(json.dumps(report), encoding="utf-8")
+        for number, report in enumerate(reports, 1):
+            (tmp_path / f"2026-12-03-h200-memory-{number}.json").write_text(json.dumps(report), encoding="utf-8")
         return load_script("memory").under_a_cap()
 
     return make
@@ -70,10 +70,10 @@ def under_a_cap(load_script, monkeypatch, tmp_path):
 
 def test_every_row_is_shown_shortest_clip_first(under_a_cap):
     lines = under_a_cap(RESULT).splitlines()
-    assert lines[0].endswith(
-        "2026-12-03-h200-memory.json`: NVIDIA H200, torch 2.11.0, 2026-12-03. Caps of 16, 24 and 80 GB; what the "
-        "process holds outside of them was 0.7 GB."
-    )
+    assert lines[:2] == [
+        "`benchmarks/results/2026-12-03-h200-memory-1.json`: NVIDIA H200, torch 2.11.0, 2026-12-03.",
+        "Caps of 16, 24 and 80 GB; what the process holds outside of them was 0.7 GB.",
+    ]
     assert [line for line in lines if line.startswith(("| fp8", "| bf16"))] == [
         "| bf16, no offload, blocks compiled | 124 | does not fit | – | – | – | – |",
         "| fp8, offload by block with streams, blocks compiled | 345 | 24 | 10.26 | 19.3 | 20.1 | 63.9 |",
@@ -93,3 +93,27 @@ def test_without_a_result_it_says_so(under_a_cap):
 def test_a_result_in_which_nothing_ran_is_shown_all_the_same(under_a_cap):
     failed = {**RESULT, "runs": RESULT["runs"][1:2], "decoding": []}
     assert "| bf16, no offload, blocks compiled | 124 | does not fit | – |" in under_a_cap(failed)
+
+
+def test_later_results_fill_and_replace_rows(under_a_cap):
+    """A setting that ran once is not unsaid by a run that had no time for it, and of two runs the later counts."""
+    whole = {"tiling": False, "frames": 124, "memory_cap_gb": 16.0, "s_per_call": 8.22, "peak_gb": 9.5}
+    no_time = {**RESULT["runs"][0], "failed": "not run: about 20 s more after 420 s exceed `--minutes`"}
+    leaf = {**RESULT["runs"][2], "memory_cap_gb": 24.0, "s_per_call": 50.0}
+    del leaf["failed"]
+    later = {**RESULT, "settings": {"caps": [32.0]}, "runs": [no_time, leaf], "decoding": [whole]}
+    text = under_a_cap(RESULT, later)
+    assert "Caps of 16, 24, 32 and 80 GB" in text
+    assert all(f"memory-{number}.json" in text for number in (1, 2))
+    assert "| fp8, offload by block with streams, blocks compiled | 345 | 24 | 10.26 |" in text
+    assert text.count("| fp8, offload by leaf, linear layers compiled | 345 |") == 1
+    assert "| fp8, offload by leaf, linear layers compiled | 345 | 24 | 50.00 |" in text
+    assert text.count("| whole frames | 124 |") == 1
+    assert "| whole frames | 124 | 16 | 8.22 |" in text
+
+
+def test_rows_of_another_card_are_not_mixed_in(under_a_cap):
+    small = {**RESULT, "environment": {**RESULT["environment"], "device": "NVIDIA RTX A6000"}}
+    text = under_a_cap({**RESULT, "runs": RESULT["runs"][:1]}, {**small, "runs": RESULT["runs"][1:2]})
+    assert "memory-1.json" not in text
+    assert "offload by block" not in text

@@ -48,7 +48,7 @@ def test_the_published_runs_come_back_as_they_were_measured():
     ]
     assert [
         [round(value, 2) for value in (entry.seconds_per_call, entry.peak_gb, entry.weights_gb)] for entry in found
-    ] == [[9.99, 65.15, 49.41], [9.98, 65.15, 49.41]]
+    ] == [[9.99, 65.15, 49.41], [9.98, 65.15, 49.41], [9.86, 65.15, 49.41]]
     for entry in found:
         assert estimate(Settings(entry.clip, "fp8"), find_card("H200")).basis == MEASURED
 

@@ -226,6 +226,8 @@ def _generate_batch(
     as_json: bool,
 ) -> None:
     """Make all clips, among all processes, and let the first one say what became of them."""
+    if _num_processes() > 1 and target.type != "cpu":
+        _check_gpus()
     processes = batch.join_processes(target)
     if processes.num_processes > 1:
         if device not in (None, "cpu"):
@@ -282,22 +284,30 @@ def _num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _check_gpus() -> None:
+    """Check that this machine has a GPU for every process started on it: two would share its memory unasked."""
+    import torch
+
+    started, available = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
+    if started > available:
+        raise UsageError(
+            f"Each process needs a GPU of its own, but this machine has {available} for {started} processes. Start "
+            "fewer (--num_processes of accelerate launch, --nproc-per-node of torchrun); with --prompts, --device cpu "
+            "is possible too."
+        )
+
+
 def _own_device(device: "torch.device", name: str | None) -> "torch.device":
     """Return this process's own GPU where several processes make one clip; alone, it has `device`."""
     if _num_processes() == 1:
         return device
     import torch
 
-    on_this_machine, available = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
     if name is not None and torch.device(name).index is not None:
         raise UsageError(
             f"--device {name}: each of the {_num_processes()} processes takes a GPU of its own; leave it out."
         )
-    if on_this_machine > available:
-        raise UsageError(
-            f"One clip on several processes needs a GPU for each, but this machine has {available} for "
-            f"{on_this_machine} processes. Start fewer (torchrun --nproc-per-node), or use --prompts for many clips."
-        )
+    _check_gpus()
     device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
     torch.get_device_module(device).set_device(device)
     return device
