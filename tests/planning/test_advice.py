@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from diffusers_h3.planning.advice import alternatives
@@ -70,10 +72,23 @@ def test_fp8_is_not_advised_twice():
 
 
 def test_two_changes_where_one_is_not_enough():
-    # In bf16, activations alone are 15.6 GB; in fp8 12.5 GB, with one layer beside them.
-    found = alternatives(settings(), Card("mine", 14.2))
+    # In bf16, activations alone are 15.6 GB; in fp8 12.5 GB, with two layers (1.0) beside them.
+    found = alternatives(settings(), Card("mine", 14.8))
     assert words(found)[0] == ("fp8 linear layers", "group offload by leaf")
     assert all(len(alternative.changes) == 2 for alternative in found)
+
+
+def test_compiling_the_blocks_is_a_change_like_any_other(measured_runs, run_of):
+    measured_runs(
+        run_of(345, 12.0, 86.0, 70.8),
+        run_of(345, 14.0, 90.0, 70.8, compiled=False),
+        run_of(345, 9.8, 65.0, 49.4, precision="fp8"),
+        run_of(345, 15.0, 79.0, 49.4, precision="fp8", compiled=False),
+    )
+    found = alternatives(replace(settings(), compiled=False), Card("mine", 88.0))
+    assert words(found)[:2] == [("compiled blocks",), ("fp8 linear layers",)]
+    assert [each.settings.compiled for each in found[:2]] == [True, False]
+    assert not any("compiled blocks" in changes for changes in words(alternatives(settings(), Card("mine", 80.0))))
 
 
 def test_nothing_fits_a_card_without_room():

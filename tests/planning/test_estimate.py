@@ -82,10 +82,44 @@ def test_of_two_runs_of_one_request_the_newer_counts_and_of_one_day_the_faster(m
     assert (found.seconds_per_call, found.peak_gb) == (pytest.approx(11.0), pytest.approx(90.0))
 
 
-def test_runs_that_were_not_compiled_say_so(measured_runs, run_of):
+def test_compiled_blocks_and_others_are_not_mixed(measured_runs, run_of):
+    """Eager fp8 takes half as much memory again, so that one does not stand for the other."""
     measured_runs(run_of(124, 4.9, 77.0, compiled=False), run_of(345, 12.0, 88.0, compiled=None))
-    (reason,) = estimate(Settings(clip()), H200).reasons
-    assert "of 124 (blocks not compiled) and 345 frames" in reason
+    compiled, eager = (estimate(Settings(clip(), compiled=compiled), H200) for compiled in (True, False))
+    assert (compiled.basis, compiled.peak_gb) == (MEASURED, pytest.approx(88.0))
+    assert "of 345 frames" in compiled.reasons[0]
+    assert eager.basis == EXTRAPOLATED
+    assert eager.activations_gb == pytest.approx(7.0 * 104_166 / 37_910)
+    assert "of 124 (blocks not compiled) frames" in eager.reasons[0]
+
+
+def test_compiled_linear_layers_are_what_offload_by_leaf_compiles(measured_runs, run_of):
+    layers = {"offload": "leaf", "compiled": False, "compiled_parts": "layers"}
+    measured_runs(
+        run_of(345, 12.4, 19.0, 1.0, **layers),
+        run_of(345, 20.0, 30.0, 1.0, **layers | {"compiled_parts": "nothing"}),
+    )
+    for compiled, seconds in ((True, 12.4), (False, 20.0)):
+        found = estimate(Settings(clip(), offload="leaf", compiled=compiled), H200)
+        assert (found.basis, found.seconds_per_call) == (MEASURED, pytest.approx(seconds))
+
+
+def test_eager_blocks_that_ran_under_an_offload_alone_stand_for_those_without(measured_runs, run_of):
+    """Their activations are the same; the time is no lower bound, since nothing is moved."""
+    measured_runs(
+        run_of(345, 10.0, 65.0, 49.4, precision="fp8"),
+        run_of(345, 15.4, 32.9, 3.6, precision="fp8", offload="block", use_stream=True, compiled=False),
+    )
+    found = estimate(Settings(clip(), "fp8", compiled=False), H200)
+    assert (found.weights_gb, found.activations_gb) == (pytest.approx(49.4, abs=0.1), pytest.approx(29.3))
+    assert (found.seconds_per_call, found.is_lower_bound) == (pytest.approx(15.4), False)
+    assert (found.basis, found.reasons[1]) == (EXTRAPOLATED, "no run without offload")
+
+
+def test_a_table_without_eager_runs_says_so(measured_runs, run_of):
+    measured_runs(run_of(345, 12.0, 88.0))
+    with pytest.raises(LookupError, match="bf16 of blocks that are not compiled"):
+        estimate(Settings(clip(), compiled=False), H200)
 
 
 def test_dense_runs_say_nothing_about_the_hybrid_model(measured_runs, run_of):
@@ -110,8 +144,9 @@ def test_fp8_attention_is_taken_as_bf16_until_it_is_measured(measured_runs, run_
 def test_offload_keeps_part_of_the_weights_and_moves_all_of_them(measured_runs, run_of):
     measured_runs(run_of(345, 12.0, 88.0))
     block, leaf = (estimate(Settings(clip(), offload=offload), H200) for offload in ("block", "leaf"))
-    assert block.weights_gb == pytest.approx(3.09999, abs=1e-4)
-    assert leaf.weights_gb == pytest.approx(0.52042, abs=1e-4)
+    # Two blocks of 1.377 GB and 1.723 GB beside them; two layers of 0.520 GB.
+    assert block.weights_gb == pytest.approx(4.47674, abs=1e-4)
+    assert leaf.weights_gb == pytest.approx(1.04084, abs=1e-4)
     for found in (block, leaf):
         assert found.activations_gb == pytest.approx(18.0)
         # 70.56 GB over PCIe at 64 GB/s.

@@ -45,6 +45,9 @@ def plan(
     attention_fp8: Annotated[
         bool, typer.Option("--attention-fp8", help="Attention in fp8 too (compute capability 9.0 alone).")
     ] = False,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Blocks that are not compiled, as 'generate' runs them.")
+    ] = False,
     card: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +85,7 @@ def plan(
     from ..planning.advice import alternatives
     from ..planning.estimate import Settings, estimate, precision_refusal
 
-    settings = Settings(clip, str(precision), "fp8" if attention_fp8 else "bf16")
+    settings = Settings(clip, str(precision), "fp8" if attention_fp8 else "bf16", compiled=not eager)
     if refusal := precision_refusal(target, settings.precision, settings.attention_precision):
         raise UsageError(f"{refusal} Take bf16, or another --card.")
     steps = builtin_overlays()[_OVERLAY].sampling.recommended_num_inference_steps
@@ -150,6 +153,7 @@ def _seconds_text(found: "Estimate", calls: int) -> str:
 def _print_plan(settings: "Settings", card: "Card", found: "Estimate", steps: int) -> None:
     clip = settings.clip
     what = f"{settings.precision} linear layers, {settings.attention_precision} attention"
+    what += ", compiled blocks" if settings.compiled else ", eager"
     verdict, takes = ("fits", "") if found.fits else ("does not fit", "would be ")
     fields = {
         "video": f"{clip.num_frames} frames ({clip.num_frames / _FRAMES_PER_SECOND:.1f} s) of "
@@ -224,6 +228,7 @@ def _settings_dict(settings: "Settings") -> dict[str, Any]:
         "precision": settings.precision,
         "attention_precision": settings.attention_precision,
         "offload": settings.offload,
+        "compiled": settings.compiled,
     }
 
 

@@ -56,17 +56,22 @@ def _apply(changes: tuple[Change, ...], settings: Settings, card: Card) -> Itera
             yield (words, *others), final
 
 
+def _compiled_blocks(settings: Settings, card: Card) -> Iterator[tuple[str, Settings]]:
+    if not settings.compiled:
+        yield "compiled blocks", replace(settings, compiled=True)
+
+
 def _fp8_linears(settings: Settings, card: Card) -> Iterator[tuple[str, Settings]]:
     if settings.precision != "fp8" and not precision_refusal(card, "fp8", settings.attention_precision):
         yield "fp8 linear layers", replace(settings, precision="fp8")
 
 
 def _block_offload(settings: Settings, card: Card) -> Iterator[tuple[str, Settings]]:
-    yield from _offload(settings, "block", "one block and what is outside the blocks stay on the GPU")
+    yield from _offload(settings, "block", "two blocks and what is outside the blocks on the GPU")
 
 
 def _leaf_offload(settings: Settings, card: Card) -> Iterator[tuple[str, Settings]]:
-    yield from _offload(settings, "leaf", "one layer stays on the GPU")
+    yield from _offload(settings, "leaf", "two layers on the GPU")
 
 
 def _offload(settings: Settings, offload: str, resident: str) -> Iterator[tuple[str, Settings]]:
@@ -103,4 +108,11 @@ def _smaller(settings: Settings, card: Card) -> Iterator[tuple[str, Settings]]:
             yield f"{canvas[1]}×{canvas[0]}", replace(settings, clip=smaller)
 
 
-_CHANGES: tuple[Change, ...] = (_fp8_linears, _block_offload, _leaf_offload, _shorter, _smaller)
+_CHANGES: tuple[Change, ...] = (
+    _compiled_blocks,
+    _fp8_linears,
+    _block_offload,
+    _leaf_offload,
+    _shorter,
+    _smaller,
+)

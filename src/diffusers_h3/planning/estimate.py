@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 from .cards import FP8_ATTENTION_CAPABILITY, FP8_LINEARS_CAPABILITY, MINIMUM_CAPABILITY, Card, dotted, find_card
 from .measured import Measurement, measurements
-from .workload import INNER_DIM, Clip, model_seconds, moved_bytes, resident_bytes
+from .workload import INNER_DIM, OFFLOADS, Clip, model_seconds, moved_bytes, resident_bytes
 
 
 # What a process holds beside PyTorch's allocations, which is all the measured peaks count: the CUDA context and the
@@ -19,12 +19,17 @@ MEASURED, INTERPOLATED, EXTRAPOLATED = "measured", "interpolated", "extrapolated
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run: `"bf16"` or `"fp8"` linear layers and attention, `"none"`, `"block"` or `"leaf"` group offload."""
+    """What is run: `"bf16"` or `"fp8"` linear layers and attention, `"none"`, `"block"` or `"leaf"` group offload.
+
+    An offload is one with streams, as `generate --offload group` has it. `compiled` says whether the
+    blocks are, under offload by leaf their linear layers.
+    """
 
     clip: Clip
     precision: str = "bf16"
     attention_precision: str = "bf16"
     offload: str = "none"
+    compiled: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def estimate(settings: Settings, card: Card) -> Estimate:
     if last.offload == settings.offload:
         weights = last.weights_gb * 1e9
     else:
-        weights = resident_bytes(settings.precision, settings.offload)
+        weights = resident_bytes(settings.precision, settings.offload, use_stream=True)
     activations = (
         clip.rows
         * INNER_DIM
@@ -116,26 +121,30 @@ def estimate(settings: Settings, card: Card) -> Estimate:
 def _measurements_for(settings: Settings) -> tuple[list[Measurement], list[str]]:
     """Return measurements of these settings by length, or of the nearest measured ones and what was put for what."""
     for attention, offload in product(
-        dict.fromkeys((settings.attention_precision, "bf16")), dict.fromkeys((settings.offload, "none"))
+        dict.fromkeys((settings.attention_precision, "bf16")), dict.fromkeys((settings.offload, *OFFLOADS))
     ):
-        found = _select(settings.precision, attention, offload)
+        found = _select(settings.precision, attention, offload, settings.compiled)
         if found:
             substituted = []
             if attention != settings.attention_precision:
                 substituted.append("no run with fp8 attention: taken to cost what bf16 attention does")
             if offload != settings.offload:
-                substituted.append(f"no run with group offload by {settings.offload}")
+                missing = (
+                    "without offload" if settings.offload == "none" else f"with group offload by {settings.offload}"
+                )
+                substituted.append(f"no run {missing}")
             return found, substituted
-    raise LookupError(f"The table of measurements has no run in {settings.precision}.")
+    blocks = "" if settings.compiled else " of blocks that are not compiled"
+    raise LookupError(f"The table of measurements has no run in {settings.precision}{blocks}.")
 
 
-def _select(precision: str, attention_precision: str, offload: str) -> list[Measurement]:
+def _select(precision: str, attention_precision: str, offload: str, compiled: bool) -> list[Measurement]:
     """Return the measurements of VDN-H3 with these settings, shortest first, one a clip: the newest, then fastest."""
-    wanted = ("hybrid", precision, attention_precision, offload)
+    wanted = ("hybrid", precision, attention_precision, offload, compiled)
     by_clip = {
         entry.clip: entry
         for entry in sorted(measurements(), key=lambda entry: (entry.date, -entry.seconds_per_call))
-        if (entry.model, entry.precision, entry.attention_precision, entry.offload) == wanted
+        if (entry.model, entry.precision, entry.attention_precision, entry.offload, entry.is_compiled) == wanted
     }
     return sorted(by_clip.values(), key=lambda entry: entry.rows)
 
@@ -167,7 +176,8 @@ def _seconds(settings: Settings, card: Card, found: list[Measurement]) -> tuple[
     if measured.offload == settings.offload:
         # What hid the moving on the card that was measured may take less time than it here.
         return max(seconds, moving), False
-    return seconds + moving, True
+    # Without an offload nothing is moved, and a run with one took no less.
+    return seconds + moving, settings.offload != "none"
 
 
 def _basis(found: list[Measurement], clip: Clip, exact: bool) -> str:

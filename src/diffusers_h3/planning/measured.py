@@ -53,6 +53,11 @@ class Measurement:
         return resolve_clip(self.height, self.width, self.frames, self.text_rows)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether the blocks were compiled, or their linear layers alone, as offload by leaf needs it."""
+        return self.compiled is not False or self.compiled_parts == "layers"
+
+    @property
     def activation_bytes(self) -> float:
         """Peak above the weights."""
         return (self.peak_gb - self.weights_gb) * 1e9
