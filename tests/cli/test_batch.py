@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -15,9 +16,11 @@ import pytest
 import torch
 from PIL import Image
 
+from diffusers_h3.cli.batch import Batch
 from diffusers_h3.cli.console import UsageError
 from diffusers_h3.cli.prompts_file import read_clips
 from diffusers_h3.cli.results_file import Results
+from diffusers_h3.cli.weights import Running
 from diffusers_h3.demo.probe import probe_media
 
 
@@ -546,6 +549,26 @@ def test_two_processes_share_the_clips_and_the_prompts(quiet_environment, folder
     }
     assert [record["line"] for record in _records(out)] == [1, 2, 3, 4, 5]
     assert _files(out) == [".prompts", "c1.mp4", "c2.mp4", "c3.mp4", "c4.mp4"]
+
+
+def test_a_clip_in_fp8_is_another_clip_but_its_prompt_is_encoded_the_same(write, tmp_path):
+    """Compiled, offloaded or on another device it is the same one."""
+    (clip,) = read_clips(write({"prompt": "x"}), DEFAULTS)
+    same = [Running(torch.device("cuda")), Running(torch.device("cpu"), offload="group", compiled=True)]
+    batches = [Batch([clip], tmp_path, tmp_path, each, False, None) for each in (*same, replace(same[0], fp8=True))]
+    plain, moved, fp8 = (batch._digest(clip) for batch in batches)
+    assert plain == moved != fp8
+    assert len({batch._encoding(clip) for batch in batches}) == 1
+
+
+def test_fp8_is_refused_before_weights_are_prepared(write, tmp_path, monkeypatch, run):
+    monkeypatch.setattr("diffusers_h3.cli.generate._prepare_weights", lambda *arguments: pytest.fail("too late"))
+    words = ["--prompts", write({"prompt": "x"}), "--out", tmp_path / "out"]
+    for target in (words, ["x", "-o", tmp_path / "x.mp4"]):
+        finished = run("generate", *target, "--device", "cpu", "--fp8")
+        assert finished.code == 2
+        assert "--fp8 needs a CUDA device" in finished.error_lines[-2]
+    assert list(tmp_path.glob("*.mp4")) == []
 
 
 def test_more_processes_than_gpus_are_refused_before_they_meet(write, tmp_path, monkeypatch, folder, run):

@@ -68,16 +68,13 @@ def join_processes(device: "torch.device") -> "PartialState":
 class Batch:
     """What all clips share.
 
-    `source` is the pipeline's folder, `folder` where the clips go, and `dtype`, `offload` and `device` are what
-    `weights.load_pipeline` takes.
+    `source` is the pipeline's folder, `folder` where the clips go.
     """
 
     clips: list[Clip]
     folder: Path
     source: Path
-    dtype: str
-    device: "torch.device"
-    offload: str
+    running: weights.Running
     force_steps: bool
     processes: "PartialState"
 
@@ -137,7 +134,9 @@ class Batch:
         return digest_of({"prompt": clip.prompt, "seed": clip.seed, **self._settings(clip)})
 
     def _settings(self, clip: Clip) -> dict[str, Any]:
-        return {**clip.settings, "weights": str(self.source.absolute()), "dtype": str(self.dtype)}
+        settings = {**clip.settings, "weights": str(self.source.absolute()), "dtype": str(self.running.dtype)}
+        # Only where it is so, and folders of before keep their digests.
+        return settings | ({"linear_layers": "fp8"} if self.running.fp8 else {})
 
     def _encoding(self, clip: Clip) -> Path:
         """Return the file of the encoded prompt; clips of the same prompt and keyframes on one canvas share it."""
@@ -234,7 +233,7 @@ class Batch:
         )
 
     def _load(self, without: tuple[str, ...]) -> "VDNH3Pipeline":
-        pipeline = weights.load_pipeline(self.source, self.device, self.dtype, self.offload, without)
+        pipeline = weights.load_pipeline(self.source, self.running, without)
         # One progress bar on the screen at a time.
         pipeline.set_progress_bar_config(disable=not self.processes.is_main_process)
         return pipeline

@@ -1,15 +1,13 @@
 """`diffusers-h3 generate`: prompts, and up to two keyframes each, become mp4 files with sound."""
 
-import json
-import os
-from datetime import timedelta
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import batch, checks, options, weights
+from . import batch, checks, options, processes, weights
 from .console import UsageError, option_names, print_json, results
 from .prompts_file import Clip, read_clips
 
@@ -18,11 +16,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from ..pipelines.pipeline_vdn_h3 import VDNH3Pipeline
     from ..pipelines.request import Geometry
-
-# How long a process waits for the others: for all to begin, and within a step for one that stopped answering.
-_PATIENCE = timedelta(minutes=10)
 
 
 class Dtype(StrEnum):
@@ -103,6 +97,17 @@ def generate(
             "the computer's memory."
         ),
     ] = Offload.none,
+    fp8: Annotated[
+        bool,
+        typer.Option("--fp8", help="The transformer's wide linear layers in fp8 (compute capability 8.9 or newer)."),
+    ] = False,
+    compile_blocks: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile the transformer's blocks, in the first two calls; then a call takes less time and memory.",
+        ),
+    ] = False,
     cache_dir: options.CacheDir = None,
     allow_unpinned: options.AllowUnpinned = False,
     local_files_only: options.LocalFilesOnly = False,
@@ -142,10 +147,11 @@ def generate(
         }
         clips = read_clips(prompts, defaults)
         batch.check_folder(out, clips, overwrite)
-        target = _check_device(device, offload)
+        running = weights.Running(_check_device(device, offload), dtype, offload, fp8, compile_blocks)
+        weights.check_fp8(running)
         requested = {f"{prompts} line {clip.line}, `num_inference_steps`": clip.num_inference_steps for clip in clips}
         folder = _prepare_weights(overlay, revision, allow_unpinned, access, {} if force_steps else requested)
-        _generate_batch(clips, out, folder, dtype, target, device, offload, force_steps, as_json)
+        _generate_batch(clips, out, folder, running, device, force_steps, as_json)
         return
     output = output or Path("output.mp4")
     checks.check_output(output, overwrite)
@@ -154,14 +160,16 @@ def generate(
     if not prompt.strip() and not keyframes:
         raise UsageError("PROMPT is empty; say what to generate, or pass --image or --last-image.")
     geometry = _check_geometry(keyframes, height, width, frames)
-    target = _own_device(_check_device(device, offload), device)
+    target = processes.own_device(_check_device(device, offload), device)
+    running = weights.Running(target, dtype, offload, fp8, compile_blocks)
+    weights.check_fp8(running)
     folder = _prepare_weights(overlay, revision, allow_unpinned, access, {} if force_steps else {"--steps": steps})
-    _join_processes(folder, target)
+    processes.join(folder, target)
 
     import torch
 
-    pipeline = weights.load_pipeline(folder, target, dtype, offload)
-    _share_sequence(pipeline)
+    pipeline = weights.load_pipeline(folder, running)
+    processes.share_sequence(pipeline)
     result = pipeline(
         prompt=prompt,
         image=first,
@@ -174,7 +182,7 @@ def generate(
         generator=torch.Generator().manual_seed(seed),
         output_type="np",
     )
-    _leave_processes()
+    processes.leave()
     if result.frames is None:
         return  # the first process has them
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -218,27 +226,25 @@ def _generate_batch(
     clips: list[Clip],
     out: Path,
     folder: Path,
-    dtype: Dtype,
-    target: "torch.device",
+    running: weights.Running,
     device: str | None,
-    offload: Offload,
     force_steps: bool,
     as_json: bool,
 ) -> None:
     """Make all clips, among all processes, and let the first one say what became of them."""
-    if _num_processes() > 1 and target.type != "cpu":
-        _check_gpus()
-    processes = batch.join_processes(target)
-    if processes.num_processes > 1:
+    if processes.num_processes() > 1 and running.device.type != "cpu":
+        processes.check_gpus()
+    joined = batch.join_processes(running.device)
+    if joined.num_processes > 1:
         if device not in (None, "cpu"):
             raise UsageError(
-                f"--device {device}: each of the {processes.num_processes} processes takes a GPU of its own. Leave it "
+                f"--device {device}: each of the {joined.num_processes} processes takes a GPU of its own. Leave it "
                 "out, or say cpu."
             )
-        target = processes.device
-    outcome = batch.Batch(clips, out, folder, dtype, target, offload, force_steps, processes).run()
-    processes.destroy_process_group()
-    if processes.is_main_process:
+        running = replace(running, device=joined.device)
+    outcome = batch.Batch(clips, out, folder, running, force_steps, joined).run()
+    joined.destroy_process_group()
+    if joined.is_main_process:
         if as_json:
             print_json(outcome)
         else:
@@ -277,75 +283,6 @@ def _check_device(name: str | None, offload: Offload) -> "torch.device":
     if offload is not Offload.none and device.type == "cpu":
         raise UsageError(f"--offload {offload} keeps weights off a GPU, but the device is the CPU; leave it out.")
     return device
-
-
-def _num_processes() -> int:
-    """Return how many processes `torchrun` or `accelerate launch` started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _check_gpus() -> None:
-    """Check that this machine has a GPU for every process started on it: two would share its memory unasked."""
-    import torch
-
-    started, available = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
-    if started > available:
-        raise UsageError(
-            f"Each process needs a GPU of its own, but this machine has {available} for {started} processes. Start "
-            "fewer (--num_processes of accelerate launch, --nproc-per-node of torchrun); with --prompts, --device cpu "
-            "is possible too."
-        )
-
-
-def _own_device(device: "torch.device", name: str | None) -> "torch.device":
-    """Return this process's own GPU where several processes make one clip; alone, it has `device`."""
-    if _num_processes() == 1:
-        return device
-    import torch
-
-    if name is not None and torch.device(name).index is not None:
-        raise UsageError(
-            f"--device {name}: each of the {_num_processes()} processes takes a GPU of its own; leave it out."
-        )
-    _check_gpus()
-    device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
-    torch.get_device_module(device).set_device(device)
-    return device
-
-
-def _join_processes(folder: Path, device: "torch.device") -> None:
-    """Meet the other processes, once the weights are there: making them may take any one process hours."""
-    processes = _num_processes()
-    if processes == 1:
-        return
-    heads = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))["num_attention_heads"]
-    if processes > heads:
-        raise UsageError(f"{processes} processes cannot share {heads} attention heads; start {heads} at most.")
-    import torch
-
-    device = None if device.type == "cpu" else device
-    torch.distributed.init_process_group(timeout=_PATIENCE, device_id=device)
-
-
-def _share_sequence(pipeline: "VDNH3Pipeline") -> None:
-    """Let the processes share the transformer's work, and the first one alone show progress."""
-    processes = _num_processes()
-    if processes == 1:
-        return
-    from diffusers import ContextParallelConfig
-
-    # The prompt decides the length of the sequence, which need not divide.
-    config = ContextParallelConfig(ulysses_degree=processes, ulysses_anything=True)
-    pipeline.transformer.enable_parallelism(config=config)
-    pipeline.set_progress_bar_config(disable=os.environ["RANK"] != "0")
-
-
-def _leave_processes() -> None:
-    """Part from the other processes; what is left to do is the first one's."""
-    if _num_processes() > 1:
-        import torch
-
-        torch.distributed.destroy_process_group()
 
 
 def _prepare_weights(

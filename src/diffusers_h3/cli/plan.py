@@ -46,7 +46,7 @@ def plan(
         bool, typer.Option("--attention-fp8", help="Attention in fp8 too (compute capability 9.0 alone).")
     ] = False,
     eager: Annotated[
-        bool, typer.Option("--eager", help="Blocks that are not compiled, as 'generate' runs them.")
+        bool, typer.Option("--eager", help="Blocks that are not compiled: 'generate' without --compile.")
     ] = False,
     card: Annotated[
         str | None,

@@ -12,6 +12,7 @@ from .console import UsageError, messages, option_names
 if TYPE_CHECKING:
     import torch
 
+    from ..models.transformer_vdn_h3 import VDNH3Transformer3DModel
     from ..pipelines.pipeline_vdn_h3 import VDNH3Pipeline
 
 _INDEX_FILE = "model_index.json"
@@ -24,6 +25,25 @@ class Access:
 
     cache_dir: Path | None = None
     local_files_only: bool = False
+
+
+@dataclass(frozen=True)
+class Running:
+    """How the models of a pipeline folder run.
+
+    Args:
+        device (`torch.device`): Where.
+        dtype (`str`): A dtype's name, or `"auto"`: float32 on the CPU, bfloat16 elsewhere.
+        offload (`str`): `"none"`, `"model"` or `"group"`, by block and on a CUDA device with streams.
+        fp8 (`bool`): Whether the transformer's wide linear layers are in fp8.
+        compiled (`bool`): Whether the transformer's blocks are compiled.
+    """
+
+    device: "torch.device"
+    dtype: str = "auto"
+    offload: str = "none"
+    fp8: bool = False
+    compiled: bool = False
 
 
 def find_overlay(source: str, revision: str | None, allow_unpinned: bool, access: Access) -> Overlay:
@@ -103,30 +123,66 @@ def is_pipeline_folder(source: str) -> bool:
     return (Path(source) / _INDEX_FILE).is_file()
 
 
-def load_pipeline(
-    folder: Path, device: "torch.device", dtype: str, offload: str, without: tuple[str, ...] = ()
-) -> "VDNH3Pipeline":
-    """Load a pipeline folder and place it on `device`.
+def check_fp8(running: Running) -> None:
+    """Check that fp8 linear layers, if they are asked for, can be computed here.
 
-    Args:
-        folder (`Path`): A pipeline folder.
-        device (`torch.device`): Where it runs.
-        dtype (`str`): A dtype's name, or `"auto"`: float32 on the CPU, bfloat16 elsewhere.
-        offload (`str`): `"none"`, `"model"` or `"group"`, by block and on a CUDA device with streams.
-        without (`tuple[str, ...]`): Components to leave out.
+    Raises:
+        UsageError: If the device or the dtype is another one than they need, or torchao is missing.
     """
+    if not running.fp8:
+        return
+    if running.device.type != "cuda":
+        raise UsageError(f"--fp8 needs a CUDA device, and this runs on {running.device}; leave it out.")
+    if running.dtype not in ("auto", "bfloat16"):
+        raise UsageError(f"--fp8 goes with --dtype bfloat16, not {running.dtype}.")
+    from ..models.quantization import fp8_quantization_config
+
+    try:
+        fp8_quantization_config()
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).replace("load without `quantization_config`", "leave it out")
+        raise UsageError(f"--fp8: {reason}") from error
+
+
+def load_pipeline(folder: Path, running: Running, without: tuple[str, ...] = ()) -> "VDNH3Pipeline":
+    """Load a pipeline folder, all but the components `without` names, and place it where it runs."""
     import torch
 
     from ..pipelines.pipeline_vdn_h3 import VDNH3Pipeline
 
+    device, dtype = running.device, running.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
-    left_out = dict.fromkeys(without)
-    pipeline = VDNH3Pipeline.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **left_out)
-    if offload == "model":
+    components = dict.fromkeys(without)
+    if running.fp8 and "transformer" not in without:
+        components["transformer"] = _load_fp8(folder, running)
+    pipeline = VDNH3Pipeline.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **components)
+    if running.compiled and "transformer" not in without:
+        for block in pipeline.transformer.transformer_blocks:
+            # Not the block itself: the hooks of an offload must stay around what is compiled.
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    if running.offload == "model":
         pipeline.enable_model_cpu_offload(device=device)
-    elif offload == "group":
+    elif running.offload == "group":
         pipeline.enable_group_offload(device, num_blocks_per_group=1, use_stream=device.type == "cuda")
     else:
         pipeline.to(device)
     return pipeline
+
+
+def _load_fp8(folder: Path, running: Running) -> "VDNH3Transformer3DModel":
+    import torch
+
+    from ..models.quantization import fp8_quantization_config
+    from ..models.transformer_vdn_h3 import VDNH3Transformer3DModel
+
+    # Layer by layer on the card, unless the weights are not to stay there.
+    placement = {"device_map": str(running.device)} if running.offload == "none" else {}
+    return VDNH3Transformer3DModel.from_pretrained(
+        folder,
+        subfolder="transformer",
+        dtype=torch.bfloat16,
+        quantization_config=fp8_quantization_config(),
+        local_files_only=True,
+        **placement,
+    )
