@@ -158,7 +158,7 @@ def test_interrupted_anywhere_leaves_nothing(run, tmp_path, cache, demo, monkeyp
 
 # Runs the command line with a denoising step that says when it was reached and then takes its time.
 STALLING = """
-import sys, time
+import signal, sys, time
 from diffusers_h3.cli import main
 from diffusers_h3.pipelines.blocks import VDNH3DenoiseStep
 
@@ -167,6 +167,8 @@ def stall(*arguments, **options):
     time.sleep(60)
 
 VDNH3DenoiseStep.loop_step = stall
+# A shell that starts the tests in the background lets them ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
 """
 
