@@ -27,7 +27,7 @@ def check_gpus() -> None:
     """Check that this machine has a GPU for every process started on it: two would share its memory unasked."""
     import torch
 
-    started, available = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
+    started, available = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     if started > available:
         raise UsageError(
             f"Each process needs a GPU of its own, but this machine has {available} for {started} processes. Start "
