@@ -190,8 +190,8 @@ class PretendedMachine:
 
 def pretend_hopper(monkeypatch) -> PretendedMachine:
     """Make this machine pass for one with a Hopper card, FlashInfer and a compiler, and forget what was found out."""
+    from diffusers_h3 import notices
     from diffusers_h3.attention_processors import flashinfer_backend
-    from diffusers_h3.ops.prefill import notices
 
     flashinfer_backend._options_and_refusal.cache_clear()
     notices._log.cache_clear()

@@ -136,7 +136,7 @@ def test_fallback_runs_diffusers_own_attention_and_warns_once(stand_in, caplog, 
     strict, lenient = (backend_for(PrefillOptions(fallback=fallback)) for fallback in ("error", "sdpa"))
     with pytest.raises(ValueError, match=case):
         dispatch_attention_fn(query, query, query, backend=strict, **arguments)
-    with caplog.at_level(logging.WARNING, logger="diffusers_h3.flashinfer"):
+    with caplog.at_level(logging.WARNING, logger="diffusers_h3"):
         for _ in range(2):
             actual = dispatch_attention_fn(query, query, query, backend=lenient, **arguments)
     torch.testing.assert_close(actual, expected)

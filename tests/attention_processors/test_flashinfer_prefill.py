@@ -203,7 +203,7 @@ def test_explicit_kernels_refuse_masks_by_name(stand_in, options, masking):
 @pytest.mark.parametrize("options", [{}, {"prefill": "cudnn"}])
 def test_other_dtypes_run_in_bfloat16_and_return_the_querys(stand_in, caplog, dtypes, options):
     inputs = [x.to(dtype) for x, dtype in zip(random_inputs(head_dim=128), dtypes, strict=True)]
-    with caplog.at_level(logging.WARNING, logger="diffusers_h3.flashinfer"):
+    with caplog.at_level(logging.WARNING, logger="diffusers_h3"):
         outputs = [attend(*inputs, **options) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records if "bfloat16" in record.getMessage()] == [
         "FlashInfer attention got inputs that are not all float16 or all bfloat16: it computes them in bfloat16 and "
@@ -348,7 +348,7 @@ def test_auto_takes_cudnn_for_the_text_of_large_batches_on_hopper(stand_in):
 
 
 def test_auto_logs_its_choice_once(stand_in, caplog):
-    with caplog.at_level(logging.INFO, logger="diffusers_h3.flashinfer"):
+    with caplog.at_level(logging.INFO, logger="diffusers_h3"):
         for _ in range(3):
             attend(*random_inputs())
     assert [record.getMessage() for record in caplog.records] == [
@@ -357,7 +357,7 @@ def test_auto_logs_its_choice_once(stand_in, caplog):
 
 
 def test_single_warns_once_about_batches(stand_in, caplog):
-    with caplog.at_level(logging.WARNING, logger="diffusers_h3.flashinfer"):
+    with caplog.at_level(logging.WARNING, logger="diffusers_h3"):
         attend(*random_inputs(1), prefill="single")
         assert caplog.records == []
         for _ in range(2):

@@ -159,7 +159,7 @@ def test_fallback_turns_a_missing_machine_into_one_warning(hopper, make_model, m
     model, inputs = make_model("wan"), make_inputs("wan")
     expected = run(model, inputs)
     model.set_attn_processor(FlashInferProcessor(fallback="sdpa"))
-    with caplog.at_level(logging.WARNING, logger="diffusers_h3.flashinfer"):
+    with caplog.at_level(logging.WARNING, logger="diffusers_h3"):
         actual = [run(model, inputs) for _ in range(2)]
     torch.testing.assert_close(actual[0], expected)
     torch.testing.assert_close(actual[1], expected)

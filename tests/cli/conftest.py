@@ -27,9 +27,11 @@ def run():
     """A function running the command line in this process."""
     # What other libraries print when they are first imported is no part of a command's messages.
     import diffusers_h3.pipelines.pipeline_vdn_h3  # noqa: F401
+    from diffusers_h3 import notices
     from diffusers_h3.cli import app
 
     def run(*arguments):
+        notices._log.cache_clear()  # of once in a process
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="diffusers-h3")
         return Finished(result.exit_code, result.stdout, result.stderr)
 

@@ -29,7 +29,7 @@ def test_materialize_prints_the_folder_alone(run, cache, folder, tiny_release):
     finished = run("materialize", tiny_release / "stage-dmd-step-250", "--cache-dir", cache)
     assert finished.code == 0
     assert finished.out == f"{folder}\n"
-    assert LICENCE in finished.err
+    assert finished.err.count(LICENCE) == 1
     assert Path(folder).parent == cache
     index = json.loads((Path(folder) / "model_index.json").read_text())
     assert (index["_class_name"], index["num_inference_steps"]) == ("VDNH3Pipeline", 8)
@@ -240,7 +240,7 @@ def test_generate_from_a_folder_with_keyframes(run, folder, first_frame, tmp_pat
         "sampling_rate": 32000,
         "device": "cpu",
     }
-    assert LICENCE in finished.err
+    assert finished.err.count(LICENCE) == 1
     assert [path.name for path in output.parent.iterdir()] == ["clip.mp4"]
     report = probe_media(output)
     assert (report.frames, report.fps, report.width, report.height) == (124, 24.0, 64, 64)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from diffusers_h3 import notices
 from diffusers_h3.hybrid.config import HybridAttentionConfig
 from diffusers_h3.hybrid.layout import SequenceLayout, plan_window
-from diffusers_h3.ops.prefill import machine, notices
+from diffusers_h3.ops.prefill import machine
 from diffusers_h3.ops.window_attention import kernels, window_attention
 from diffusers_h3.ops.window_attention.merge import merge_gated
 from diffusers_h3.ops.window_attention.reference import place
@@ -224,7 +225,7 @@ def test_auto_takes_the_first_that_runs_and_says_so_once(capability, packages, q
             kernels.resolve_kernel("auto", query)
         return
     chosen = list(kernels.KERNELS)[refusals.index(None)]
-    with caplog.at_level(logging.INFO, logger="diffusers_h3.flashinfer"):
+    with caplog.at_level(logging.INFO, logger="diffusers_h3"):
         for _ in range(3):
             assert kernels.resolve_kernel("auto", query) is kernels.KERNELS[chosen]
     (message,) = caplog.messages

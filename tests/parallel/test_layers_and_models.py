@@ -111,6 +111,14 @@ def test_models_equal_one_process(results):
         assert {name: outcome[name] for name in names if not outcome[name].get("error", 1.0) <= TOLERANCE} == {}
 
 
+def test_no_exchange_is_left_open(results):
+    """Also on ranks that have no rows of what is exchanged, such as the first one of a long prompt."""
+    _, outcomes = results
+    for outcome in outcomes:
+        left = {name: case["open"] for name, case in outcome.items() if case.get("open")}
+        assert left == {}
+
+
 def test_layers_equal_one_process(results):
     _, outcomes = results
     for outcome in outcomes:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from diffusers_h3 import VDNH3Pipeline, VDNH3Transformer3DModel
+from diffusers_h3 import VDNH3Pipeline, VDNH3Transformer3DModel, notices
 from diffusers_h3.pipelines import source
 
 
@@ -111,7 +111,7 @@ def test_components_can_be_left_out_or_replaced(saved, components, generate):
 
 @pytest.mark.parametrize(("stage", "steps"), [("stage-dmd-step-250", 8), ("stage-b-step-2000", None)])
 def test_a_release_folder_is_fused_once_and_loaded(stage, steps, tiny_release, tmp_path, generate, caplog, no_network):
-    source._warn_once.cache_clear()
+    notices._log.cache_clear()
     with caplog.at_level(logging.WARNING, logger="diffusers_h3"):
         options = {"cache_dir": tmp_path, "local_files_only": True}
         first = VDNH3Pipeline.from_pretrained(tiny_release / stage, **options)

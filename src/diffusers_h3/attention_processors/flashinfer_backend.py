@@ -16,9 +16,9 @@ from diffusers.models.attention_dispatch import (
     dispatch_attention_fn,
 )
 
+from ..notices import warn_once
 from ..ops.prefill import PrefillOptions, prefill_attention, prefill_refusal
 from ..ops.prefill.machine import machine_refusal
-from ..ops.prefill.notices import warn_once
 
 
 if TYPE_CHECKING:

@@ -122,7 +122,7 @@ class HybridAttnProcessor:
         if plan.num_frames:
             raw = (rows.flatten(2) for rows in (query, key, value))
             readout = branch(hidden_states, *raw, layout, split)
-            readout = split.to_rows(readout.unflatten(-1, (split.num_heads, -1)), start, stop)
+            pending = split.to_rows(readout.unflatten(-1, (split.num_heads, -1)), start, stop)
 
         query, key = attn.norm_q(query), attn.norm_k(key)
         query, key = _apply_rotary_emb(query, *rotary_emb[:2]), _apply_rotary_emb(key, *rotary_emb[:2])
@@ -133,9 +133,11 @@ class HybridAttnProcessor:
         output = attn.to_out[1](output)
         del window
 
-        own = split.own_rows(start, stop)
-        if plan.num_frames and own.start < own.stop:
-            output[:, own] += attn.to_out_linear(readout().flatten(2))
+        if plan.num_frames:
+            # Also where none of the rows are this rank's: what is not waited for is never freed.
+            readout, own = pending(), split.own_rows(start, stop)
+            if own.start < own.stop:
+                output[:, own] += attn.to_out_linear(readout.flatten(2))
         return output
 
     def _window(

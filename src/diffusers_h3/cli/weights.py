@@ -70,16 +70,13 @@ def find_overlay(source: str, revision: str | None, allow_unpinned: bool, access
 
 def make_folder(overlay: Overlay, access: Access, components: tuple[str, ...] | None = None) -> Path:
     """Say what the weights' licence is and materialise the overlay."""
-    _print_license(overlay.manifest.license_note)
+    from ..notices import warn_once
     from ..overlays import materialize_overlay
 
+    warn_once(overlay.manifest.license_note)
     return materialize_overlay(
         overlay, cache_dir=access.cache_dir, components=components, local_files_only=access.local_files_only
     )
-
-
-def _print_license(note: str) -> None:
-    messages.print(note, style="yellow", markup=False)
 
 
 def materialized_folders(cache_dir: Path | None) -> list[tuple[Path, dict[str, Any]]]:
@@ -111,10 +108,11 @@ def open_folder(folder: Path) -> int | None:
         raise UsageError(f"{folder / _INDEX_FILE} is not valid JSON: {error}.") from error
     if index.get("_class_name") != _PIPELINE_CLASS:
         raise UsageError(f"{folder} holds a {index.get('_class_name')}, and this command runs {_PIPELINE_CLASS} only.")
+    from ..notices import warn_once
     from ..overlays.record import RECORD_FILE, read_record
 
     if (folder / RECORD_FILE).is_file():
-        _print_license(read_record(folder)["manifest"]["license_note"])
+        warn_once(read_record(folder)["manifest"]["license_note"])
     return index.get("num_inference_steps")
 
 

@@ -1,11 +1,11 @@
 """Where the rows of a packed MiniMax-H3 sequence are, and which frames see which."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from ..ops.plans import cached_plan
 from .config import HybridAttentionConfig
 
 
@@ -174,7 +174,7 @@ def covers_clip(config: HybridAttentionConfig, num_frames: int) -> bool:
     return all(low <= 0 and high >= num_frames - 1 for low, high in bounds)
 
 
-@lru_cache(maxsize=32)
+@cached_plan
 def plan_window(config: HybridAttentionConfig, num_frames: int) -> tuple[AttentionGroup, ...]:
     """Split the sequence into groups of queries with equal key sets.
 
@@ -201,7 +201,7 @@ def plan_window(config: HybridAttentionConfig, num_frames: int) -> tuple[Attenti
     return AttentionGroup(_merge(dense), everything), *groups
 
 
-@lru_cache(maxsize=32)
+@cached_plan
 def plan_branch(config: HybridAttentionConfig, num_frames: int) -> BranchPlan:
     """Return the frames the linear branch carries and the boundary states each of them reads."""
     num_frames = _constant(num_frames)

@@ -1,17 +1,16 @@
 """fp8 linear layers through torchao and Diffusers' quantization config."""
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
+
+from ..notices import inform_once, warn_once
 
 
 if TYPE_CHECKING:
     from diffusers import TorchAoConfig
     from torchao.core.config import AOBaseConfig
 
-
-logger = logging.getLogger(__name__)
 
 # What fp8 may touch: the wide projections and feed-forward layers of the block stack, at full size at least 4096
 # channels on both sides. Gates, beta, decay, AdaLN, patch and text projections, the output heads and the token refiner
@@ -71,7 +70,7 @@ def fp8_quantization_config(recipe: str = "auto") -> "TorchAoConfig":
     _check_capability(recipe)
     if recipe == "auto":
         recipe = _best_recipe()
-        logger.info("fp8 linear layers: %s.", recipe)
+        inform_once(f"fp8 linear layers: {recipe}.")
     layers = _mxfp8() if recipe == "mxfp8" else _rowwise()
     return TorchAoConfig(FqnToConfig({FP8_LINEARS: layers}))
 
@@ -98,7 +97,7 @@ def _best_recipe() -> str:
     try:
         _mxfp8()
     except ImportError as error:
-        logger.warning("fp8 linear layers use one scale per row: %s", error)
+        warn_once(f"fp8 linear layers use one scale per row: {error}")
         return "rowwise"
     return "mxfp8"
 

@@ -1,7 +1,5 @@
 """Tell folders and repositories of diffusers' layout from overlays, and turn the latter into the former."""
 
-import functools
-import logging
 import os
 from pathlib import Path
 
@@ -13,11 +11,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from ..notices import warn_once
 from ..overlays import OverlayError, load_overlay, materialize_overlay
 from ..overlays.record import read_record
 
-
-logger = logging.getLogger(__name__)
 
 _INDEX_FILE = "model_index.json"
 
@@ -45,12 +42,7 @@ def _show_license(folder: Path) -> None:
     except OverlayError:
         # A folder that `save_pretrained` wrote has no record, and needs none.
         return
-    _warn_once(note)
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
+    warn_once(note)
 
 
 def _has_pipeline_index(source: str, revision: str | None, **hub) -> bool:

@@ -7,10 +7,10 @@ import math
 
 import torch
 
+from ...notices import inform_once, warn_once
 from . import cudnn, machine
 from .kernels import SINGLE_HEAD_DIMS, prefill
 from .masks import is_zero_or_minus_infinity, with_query_axis
-from .notices import inform_once, warn_once
 from .options import PrefillOptions
 from .quantize import quantize_per_head
 

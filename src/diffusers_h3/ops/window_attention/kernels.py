@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
+from ...notices import inform_once
 from ..prefill.kernels import SINGLE_HEAD_DIMS
 from ..prefill.machine import HOPPER, MINIMUM_CAPABILITY, cuda_capability, has_module, is_hopper, machine_refusal
-from ..prefill.notices import inform_once
 from ..prefill.options import PrefillOptions
 
 

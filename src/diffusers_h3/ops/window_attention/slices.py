@@ -1,9 +1,9 @@
 """Split the groups of a window into contiguous slices of keys and the keys all groups share."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
+from ..plans import cached_plan
 from .reference import Range, covered_range
 
 
@@ -23,7 +23,7 @@ class SlicedWindow(NamedTuple):
     slices: Sequence[Range]
 
 
-@lru_cache(maxsize=32)
+@cached_plan
 def slice_groups(groups: tuple[tuple[tuple[Range, ...], tuple[Range, ...]], ...]) -> SlicedWindow:
     """Derive the sliced form of a window's groups.
 

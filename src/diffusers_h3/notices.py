@@ -6,7 +6,7 @@ import logging
 import torch
 
 
-logger = logging.getLogger("diffusers_h3.flashinfer")
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
