@@ -70,9 +70,14 @@ def test_a_saved_pipeline_gives_the_same_latents(loader, saved, pipeline, genera
     assert loaded.config.num_inference_steps == 2
     assert (loaded.scheduler.shift, loaded.audio_scheduler.shift) == (12.0, 3.0)
     video, audio = generate(_quiet(loaded), num_inference_steps=None)
+    for name, component in pipeline.components.items():
+        if isinstance(component, torch.nn.Module):
+            weights = loaded.components[name].state_dict()
+            assert all(torch.equal(weights[key], tensor) for key, tensor in component.state_dict().items())
+    # A mapped file places weights otherwise than an allocator, and some CPUs then add up in another order.
     expected = generate(pipeline, num_inference_steps=2)
-    assert torch.equal(video, expected[0])
-    assert torch.equal(audio, expected[1])
+    torch.testing.assert_close(video, expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(audio, expected[1], rtol=0, atol=1e-5)
 
 
 def test_loading_in_bfloat16_keeps_what_must_stay_float32(saved, generate, pipeline):
