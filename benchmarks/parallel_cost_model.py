@@ -125,12 +125,17 @@ def predict(ranks: int, machine: Machine) -> Prediction:
     return Prediction(ranks, compute, LAYERS * copies, LAYERS * waiting, LAYERS * sum(sent.values()) * (1 - 1 / ranks))
 
 
+def diffusers_shares(heads: int, ranks: int) -> bool:
+    """Return whether Diffusers' own Ulysses can share so many heads: all ranks but the last get equally many."""
+    return (ranks - 1) * -(-heads // ranks) < heads
+
+
 def predict_dense(ranks: int, machine: Machine) -> float | None:
     """Predict stock dense H3 under Diffusers' own Ulysses, which hides nothing.
 
-    None where Diffusers cannot share the heads: all ranks but the last get equally many.
+    None where Diffusers cannot share the heads.
     """
-    if (ranks - 1) * -(-HEADS // ranks) >= HEADS:
+    if not diffusers_shares(HEADS, ranks):
         return None
     exchange = machine.exchange(sent_per_layer(ranks)["query"], ranks)
     return DENSE_ATTENTION * head_share(ranks) + DENSE_REST / ranks + LAYERS * 4 * exchange
