@@ -4,7 +4,8 @@
 
 Reads every `results/*.json` with runs of the whole transformer (`bench_dit.py`, `bench_memory.py`) and writes
 `src/diffusers_h3/planning/measured.json`. Runs that failed, of fewer layers or without finite output are left out, and
-so are those whose kernels were tuned (`bench_dit.py --tuned`): estimates are for blocks as they compile by default.
+so are those that several GPUs shared (`bench_parallel.py`) or whose kernels were tuned (`bench_dit.py --tuned`):
+estimates are for one card and for blocks as they compile by default.
 """
 
 import json
@@ -21,7 +22,7 @@ ABOUT_THE_RUN = ("date", "device")
 def entries(report):
     """Return the table's entries of one report."""
     settings = report.get("settings", {})
-    if settings.get("layers") != FULL_LAYERS:
+    if settings.get("layers") != FULL_LAYERS or "GPUs" in settings:
         return []
     # Tuning changes only what is compiled.
     ordinary = [run for run in report["runs"] if not (settings.get("tuned") and run["compiled"])]

@@ -102,6 +102,11 @@ def test_a_run_becomes_an_entry(measured_table, tmp_path):
     ]
 
 
+def test_runs_that_several_gpus_shared_are_left_out(measured_table, tmp_path):
+    """Their peak is one of several cards, and their time that of all."""
+    assert make_table(measured_table, tmp_path, RUN, settings={"GPUs": 8}) == []
+
+
 def test_what_a_run_says_of_itself_is_kept(measured_table, tmp_path):
     own = {"height": 480, "width": 832, "text_rows": 77, "compiled": False}
     own |= {"offload": "leaf", "use_stream": True, "memory_cap_gb": 24, "compiled_parts": "layers"}
