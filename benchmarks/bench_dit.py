@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 from bench_attention import environment
-from full_size import TINY, TINY_HYBRID, random_transformer, request_inputs
+from full_size import random_transformer, request_inputs, sizes
 
 from diffusers_h3 import HybridAttnProcessor
 
@@ -125,13 +125,13 @@ def measure(arguments: argparse.Namespace, run: Run, frames: int, device: str, r
 
     `kept` holds the last model, which the next run takes if it has the same weights.
     """
-    sizes = (TINY_HYBRID if run.hybrid else TINY) if arguments.tiny else {}
     started = time.perf_counter()
     weights = (run.hybrid, run.fp8, run.compiled)
     if weights not in kept:
         kept.clear()
         release(device)
-        kept[weights] = random_transformer(run.hybrid, run.fp8, device, arguments.layers, **sizes)
+        config = sizes(run.hybrid, arguments.tiny)
+        kept[weights] = random_transformer(run.hybrid, run.fp8, device, arguments.layers, **config)
     model = kept[weights]
     if run.hybrid:
         model.set_attn_processor(HybridAttnProcessor(backend=arguments.backend, fp8=run.fp8_attention))
@@ -318,18 +318,23 @@ def parse_clip(parser: argparse.ArgumentParser, argv: list[str] | None) -> argpa
     return arguments
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__, frames=[345], output="outputs/dit")
-    runs = ["dense:bf16", "hybrid:bf16", "hybrid:fp8", "hybrid:fp8:fp8"]
-    parser.add_argument("--runs", type=parse_run, nargs="+", default=[parse_run(name) for name in runs])
+def parse_timing(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Add the options of every benchmark that times calls, parse, and end with an error for numbers below 1."""
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="compile the blocks of no run")
-    parser.add_argument("--tuned", action="store_true", help="let Inductor search the tiles of its kernels")
-    parser.add_argument("--profile", action="store_true", help="add the time per kernel and part of one more call")
     arguments = parse_clip(parser, argv)
     if arguments.repeats < 1 or arguments.layers < 1:
         parser.error(f"`--repeats` and `--layers` must be at least 1, got {arguments.repeats} and {arguments.layers}")
     return arguments
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__, frames=[345], output="outputs/dit")
+    runs = ["dense:bf16", "hybrid:bf16", "hybrid:fp8", "hybrid:fp8:fp8"]
+    parser.add_argument("--runs", type=parse_run, nargs="+", default=[parse_run(name) for name in runs])
+    parser.add_argument("--tuned", action="store_true", help="let Inductor search the tiles of its kernels")
+    parser.add_argument("--profile", action="store_true", help="add the time per kernel and part of one more call")
+    return parse_timing(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

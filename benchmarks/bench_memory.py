@@ -40,7 +40,7 @@ from diffusers.hooks.group_offloading import (
 )
 from diffusers.modular_pipelines import MiniMaxH3ModularPipeline, PipelineState
 from diffusers.modular_pipelines.minimax_h3.decoders import MiniMaxH3VideoDecodeStep
-from full_size import TINY_HYBRID, TINY_VAE, random_transformer, random_vae, request_inputs
+from full_size import TINY_VAE, random_transformer, random_vae, request_inputs, sizes
 
 from diffusers_h3 import HybridAttnProcessor
 from diffusers_h3.models.quantization import FP8_LINEARS
@@ -185,9 +185,9 @@ class Bench:
         if model is None or placed.precision != run.precision:
             del model
             self.memory.limit(None)
-            sizes = TINY_HYBRID if self.arguments.tiny else {}
             is_fp8 = run.precision == "fp8"
-            model = random_transformer(True, is_fp8, self.memory.device, self.arguments.layers, **sizes)
+            config = sizes(True, self.arguments.tiny)
+            model = random_transformer(True, is_fp8, self.memory.device, self.arguments.layers, **config)
             model.set_attn_processor(HybridAttnProcessor(backend=self.arguments.backend))
         elif not (placed.use_stream and run.use_stream):
             # Only from streams to streams can weights stay where they are: pinned, and they need no second copy.

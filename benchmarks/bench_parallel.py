@@ -27,16 +27,16 @@ from bench_dit import (
     heading,
     make_parser,
     number,
-    parse_clip,
     parse_run,
+    parse_timing,
     profile_kernels,
     release,
     table,
     write_texts,
 )
-from diffusers import ContextParallelConfig, WanTransformer3DModel
-from full_size import TINY, TINY_HYBRID, random_transformer, request_inputs
-from parallel_cost_model import HEADS, Machine, diffusers_shares, predict, predict_dense
+from diffusers import ContextParallelConfig
+from full_size import TINY, TINY_WAN, WAN, random_transformer, random_wan, request_inputs, sizes
+from parallel_cost_model import HEADS, Machine, diffusers_shares, predict
 
 from diffusers_h3 import FlashInferProcessor, HybridAttnProcessor
 from diffusers_h3.hybrid import parallel
@@ -45,18 +45,18 @@ from diffusers_h3.hybrid import parallel
 FLOAT32_LIMIT = 2e-5
 # How much further from float32 the shared layer may be than the layer alone, both in bfloat16.
 BFLOAT16_RATIO = 1.25
-WAN = Run("wan:bf16", hybrid=False, fp8=False, fp8_attention=False, compiled=True)
+WAN_RUN = Run("wan:bf16", hybrid=False, fp8=False, fp8_attention=False, compiled=True)
 
 
 def parse_shared_run(name: str) -> Run:
     """Return the run of that name, Wan's or one of `bench_dit.py`."""
-    return WAN if name == WAN.name else parse_run(name)
+    return WAN_RUN if name == WAN_RUN.name else parse_run(name)
 
 
 def num_heads(run: Run, tiny: bool) -> int:
     """Return the attention heads of a run's model."""
-    if run is WAN:
-        return 4 if tiny else 12
+    if run is WAN_RUN:
+        return (TINY_WAN if tiny else WAN)["num_attention_heads"]
     return TINY["num_attention_heads"] if tiny else HEADS
 
 
@@ -105,10 +105,9 @@ def relative_error(actual: tuple, expected: tuple) -> float:
 @torch.no_grad()
 def compare_layer(arguments: argparse.Namespace, hybrid: bool, device: str) -> dict:
     """Compare one layer that the ranks share with the same layer on each of them alone."""
-    sizes = (TINY_HYBRID if hybrid else TINY) if arguments.tiny else {}
 
     def outputs(dtype, shared):
-        model = random_transformer(hybrid, False, device, 1, **sizes)
+        model = random_transformer(hybrid, False, device, 1, **sizes(hybrid, arguments.tiny))
         if dtype == torch.float32:
             model = model.float()
         if shared:
@@ -137,11 +136,13 @@ def compare_layer(arguments: argparse.Namespace, hybrid: bool, device: str) -> d
 
 def build(arguments: argparse.Namespace, run: Run, frames: int, device: str) -> tuple[torch.nn.Module, dict]:
     """Return a model that the ranks share and the arguments of a call, the same on all."""
-    if run is WAN:
-        model, inputs = build_wan(arguments.tiny, device)
+    if run is WAN_RUN:
+        torch.manual_seed(0)
+        model, inputs = random_wan(device, arguments.tiny)
+        inputs["return_dict"] = False
     else:
-        sizes = (TINY_HYBRID if run.hybrid else TINY) if arguments.tiny else {}
-        model = random_transformer(run.hybrid, run.fp8, device, arguments.layers, **sizes)
+        config = sizes(run.hybrid, arguments.tiny)
+        model = random_transformer(run.hybrid, run.fp8, device, arguments.layers, **config)
         inputs = request_inputs(model, arguments.height, arguments.width, frames, arguments.text_rows, device)
     if run.hybrid:
         model.set_attn_processor(HybridAttnProcessor(backend=arguments.backend, fp8=run.fp8_attention))
@@ -151,29 +152,15 @@ def build(arguments: argparse.Namespace, run: Run, frames: int, device: str) -> 
     return model, inputs
 
 
-def build_wan(tiny: bool, device: str) -> tuple[torch.nn.Module, dict]:
-    """Return Wan 2.1 1.3B with random weights and the arguments of a call at 832×480×81."""
-    config = {"attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30}
-    size = (1, 16, 21, 60, 104)
-    if tiny:
-        config, size = {"attention_head_dim": 32, "ffn_dim": 64, "num_layers": 2}, (1, 16, 3, 8, 8)
-    config["num_attention_heads"] = num_heads(WAN, tiny)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = WanTransformer3DModel(**config).to(torch.bfloat16).requires_grad_(False).eval()
-        inputs = {
-            "hidden_states": torch.randn(size).bfloat16(),
-            "timestep": torch.tensor([500]),
-            "encoder_hidden_states": torch.randn(1, 512, 4096).bfloat16(),
-        }
-    return model, inputs | {"return_dict": False}
-
-
 @torch.no_grad()
 def measure(arguments: argparse.Namespace, run: Run, frames: int, device: str) -> dict:
     """Time one model; a call begins on all ranks together and ends with the last."""
     model, inputs = build(arguments, run, frames, device)
-    row = {"run": run.name, "frames": 81 if run is WAN else frames, "compiled": run.compiled and not arguments.eager}
+    row = {
+        "run": run.name,
+        "frames": 81 if run is WAN_RUN else frames,
+        "compiled": run.compiled and not arguments.eager,
+    }
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
@@ -212,12 +199,11 @@ def measure(arguments: argparse.Namespace, run: Run, frames: int, device: str) -
 
 
 def predicted(arguments: argparse.Namespace, row: dict) -> dict[str, float]:
-    """Return what the cost model says of a run that it knows."""
-    if arguments.tiny or arguments.layers != 50 or row["frames"] != 345:
+    """Return what the cost model says of VDN-H3 in fp8; its dense model is the stock one, which is not run here."""
+    if arguments.tiny or (row["run"], row["frames"], arguments.layers) != ("hybrid:fp8", 345, 50):
         return {}
-    ranks, machine = dist.get_world_size(), Machine(gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    known = {"hybrid:fp8": lambda: predict(ranks, machine).total, "dense:bf16": lambda: predict_dense(ranks, machine)}
-    return {"predicted_s": known[row["run"]]()} if row["run"] in known else {}
+    machine = Machine(gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
+    return {"predicted_s": predict(dist.get_world_size(), machine).total}
 
 
 def markdown(report: dict) -> str:
@@ -256,11 +242,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, frames=[345], output="outputs/parallel")
     runs = ["hybrid:fp8", "dense:bf16"]
     parser.add_argument("--runs", type=parse_shared_run, nargs="+", default=[parse_shared_run(name) for name in runs])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--eager", action="store_true", help="compile the blocks of no run")
-    arguments = parse_clip(parser, argv)
-    if arguments.repeats < 1 or arguments.layers < 1:
-        parser.error(f"`--repeats` and `--layers` must be at least 1, got {arguments.repeats} and {arguments.layers}")
+    arguments = parse_timing(parser, argv)
     if "WORLD_SIZE" not in os.environ:
         parser.error("start it with `torchrun --nproc-per-node N benchmarks/bench_parallel.py …`")
     for run in arguments.runs:
@@ -293,10 +275,10 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)
         release(device)
 
-    for hybrid in dict.fromkeys(run.hybrid for run in arguments.runs if run is not WAN):
+    for hybrid in dict.fromkeys(run.hybrid for run in arguments.runs if run is not WAN_RUN):
         keep(report["layers"], compare_layer(arguments, hybrid, device))
     for run in arguments.runs:
-        for frames in arguments.frames[: 1 if run is WAN else None]:
+        for frames in arguments.frames[: 1 if run is WAN_RUN else None]:
             row = measure(arguments, run, frames, device)
             keep(report["runs"], row | predicted(arguments, row))
     if dist.get_rank() == 0:

@@ -1,9 +1,9 @@
-"""Full-size MiniMax-H3 models with random weights, built on the device block by block, and their inputs."""
+"""Full-size MiniMax-H3 and Wan models with random weights, built on the device, and their inputs."""
 
 import re
 
 import torch
-from diffusers import AutoencoderKLMiniMaxH3, MiniMaxH3Transformer3DModel
+from diffusers import AutoencoderKLMiniMaxH3, MiniMaxH3Transformer3DModel, WanTransformer3DModel
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep, MiniMaxH3SetTimestepsStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import audio_latent_num_frames
 
@@ -32,6 +32,15 @@ TINY_VAE = {
     "decoder_attention_head_dim": 16,
 }
 TINY_HYBRID = TINY | {"hybrid_attention": HybridAttentionConfig(linear_head_dim=32).to_dict()}
+
+# Wan 2.1 1.3B, as far as it is not Diffusers' default.
+WAN = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+TINY_WAN = {"num_attention_heads": 4, "ffn_dim": 64, "num_layers": 2}
+
+
+def sizes(hybrid: bool, tiny: bool) -> dict:
+    """Return what a model's configuration adds to the released one: nothing, or what makes it small."""
+    return (TINY_HYBRID if hybrid else TINY) if tiny else {}
 
 
 def random_transformer(hybrid: bool, fp8: bool, device: str, num_layers: int = 50, **config):
@@ -74,6 +83,19 @@ def _random_parameter(name, shape, generator, device, dtype):
         return torch.zeros(shape, dtype=dtype, device=device)
     fan_in = max(1, torch.Size(shape[1:]).numel())
     return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(fan_in**-0.5)
+
+
+def random_wan(device: str, tiny: bool):
+    """Return Wan 2.1 1.3B with fresh weights in bfloat16, and the arguments of a call at 832×480×81."""
+    size = (1, 16, 2, 8, 8) if tiny else (1, 16, 21, 60, 104)
+    with torch.device(device):
+        model = WanTransformer3DModel(**(TINY_WAN if tiny else WAN)).to(torch.bfloat16).requires_grad_(False).eval()
+        inputs = {
+            "hidden_states": torch.randn(size, dtype=torch.bfloat16),
+            "timestep": torch.tensor([500]),
+            "encoder_hidden_states": torch.randn((1, 512, 4096), dtype=torch.bfloat16),
+        }
+    return model, inputs
 
 
 def random_vae(device: str, **config):

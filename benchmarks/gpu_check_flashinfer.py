@@ -27,6 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "
 
 import bench_attention
 from diffusers.utils import logging as diffusers_logging
+from full_size import random_wan
 from tiny_models import make_inputs, make_model
 
 from diffusers_h3 import FlashInferProcessor
@@ -437,19 +438,7 @@ def processor_setter(modules):
 
 def wan_speed(check: Check) -> dict:
     """Wan 2.1 1.3B with random weights at 832×480×81, seconds per forward pass."""
-    from diffusers import WanTransformer3DModel
-
-    config = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30}
-    size = (1, 16, 21, 60, 104)
-    if not check.full_size:
-        config, size = {"num_attention_heads": 2, "ffn_dim": 64, "num_layers": 2}, (1, 16, 2, 8, 8)
-    with torch.device(check.device):
-        model = WanTransformer3DModel(**config).to(torch.bfloat16).requires_grad_(False).eval()
-        inputs = {
-            "hidden_states": check.normal(*size),
-            "timestep": torch.tensor([500]),
-            "encoder_hidden_states": check.normal(1, 512, 4096),
-        }
+    model, inputs = random_wan(check.device, tiny=not check.full_size)
     setter = processor_setter([module for module in model.modules() if hasattr(module, "set_processor")])
     backend = "inductor" if check.full_size else "aot_eager"
     return compare_forward(
